@@ -1,6 +1,7 @@
-"""Composition: from kernels with durations to the time of a whole program or step.
+"""Simulation: from the times of kernels to the time of a program, training step or deployment.
 
-``program`` places kernels on a device's workers, and its collectives beside them. ``clusters`` says
-how devices are joined, ``collectives`` has the formulas of all-reduces and their like over that.
-``step`` (parallel plans) and ``serving`` build on both; ``chakra`` reads and writes traces.
+``program`` places kernels on a device's workers, and collectives on a second stream. ``clusters``
+describes how devices are connected, ``collectives`` has closed forms of collectives over these
+topologies. ``step`` (parallel plans) and ``serving`` build on both; ``chakra`` reads and writes
+execution traces.
 """

@@ -1,5 +1,6 @@
-"""Chakra execution traces: what each rank of a partitioned program does, for ASTRA-sim and others.
+"""Chakra execution traces: the work of each rank of a program, for ASTRA-sim and other tools.
 
 ``messages`` implements the format, ``ranks`` turns the nodes of a program into one trace per rank,
-``folder`` writes and reads a folder with all that ASTRA-sim needs, and ``timeline`` runs traces.
+``step_ranks`` does so for a training step, ``folder`` writes and reads a folder with all that
+ASTRA-sim needs, and ``timeline`` runs traces.
 """

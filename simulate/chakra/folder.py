@@ -27,8 +27,8 @@ GROUPS, NETWORK, SYSTEM, MEMORY = (
 )
 #: The cluster by its data sheet, beside a network that was fitted to predicted times.
 CLUSTER_NETWORK, CLUSTER_SYSTEM = "network_cluster.yml", "system_cluster.json"
-#: The same for ASTRA-sim's congestion-aware network, which knows one dimension only: a torus as one
-#: ring.
+#: The same for ASTRA-sim's congestion-aware network, which supports only one dimension: a torus as
+#: one ring.
 RING_NETWORK, RING_SYSTEM = "network_ring.yml", "system_ring.json"
 
 
@@ -45,17 +45,17 @@ def write_folder(
     Args:
         out: The folder; created if it is missing.
         traces: Traces of all ranks.
-        groups: Names of process groups, by their ranks; read once all traces are written.
+        groups: Names of process groups, by their ranks; read after all traces are written.
         cluster: Cluster of the ranks.
         device: Device of each rank.
         fitted: Network on which ASTRA-sim's collectives take the predicted times; it then becomes
-            the network, and the cluster's own is written beside it where the format has it.
+            the network, and the cluster's is written beside it if the format supports it.
 
     Raises:
         DeviceError: ASTRA-sim cannot describe the network.
     """
     own = cluster.topology if fitted is None else fitted
-    # First, because it may refuse the network: nothing is written then.
+    # First, because it may reject the network: nothing is written then.
     network = astra_network(own)
     # Traces of an earlier export to more ranks would be read along with the new ones.
     for old in out.glob(f"{PREFIX}.*.et"):
@@ -66,7 +66,7 @@ def write_folder(
     write_text(out / NETWORK, network)
     write_text(out / SYSTEM, json.dumps(astra_system(own, device), indent=2) + "\n")
     if fitted is not None:
-        # An oversubscribed tree has no description there.
+        # The format has no oversubscribed trees.
         with contextlib.suppress(DeviceError):
             write_text(out / CLUSTER_NETWORK, astra_network(cluster.topology))
             system = astra_system(cluster.topology, device)
@@ -80,10 +80,10 @@ def write_folder(
 
 
 def one_ring(torus: Dimension) -> Dimension:
-    """Return one ring of a torus' devices on which large and empty collectives take as long.
+    """A ring of a torus' devices on which very large and very small collectives take as long.
 
-    It has the bandwidth of all axes together, which the axes' rings use at the same time, and as
-    much latency around it as one after the other around the axes.
+    It has the bandwidth of all axes together, which the axes' rings use at the same time, and the
+    total latency of the rings of all axes in turn.
     """
     steps = sum(n - 1 for n in torus.shape)
     latency = torus.latency * steps / max(torus.size - 1, 1)
@@ -119,7 +119,7 @@ def _groups(path: Path) -> dict[str, list[int]]:
 
 
 def astra_system(topology: Topology, device: DeviceSpec) -> dict[str, object]:
-    """Return ASTRA-sim's system: an algorithm per dimension; durations come from the traces.
+    """ASTRA-sim's system file: an algorithm per dimension; durations come from the traces.
 
     ``local-mem-bw`` is in GB/s, ``peak-perf`` in TFLOP/s. Settings that do not depend on cluster or
     device are those of ASTRA-sim's example systems.
@@ -140,14 +140,14 @@ def astra_system(topology: Topology, device: DeviceSpec) -> dict[str, object]:
         "collective-optimization": "localBWAware",
         "local-mem-bw": device.bandwidth / 1e9,
         "boost-mode": 0,
-        # Durations are in the traces; the figures below are for those who switch this on.
+        # Durations are in the traces; the figures below apply if this is switched on.
         "roofline-enabled": 0,
         "peak-perf": device.matrix_peak("bf16") / 1e12,
     }
 
 
 def _algorithm(dim: Dimension) -> str:
-    """Return ASTRA-sim's name of the algorithm; halving and doubling needs a power of two."""
+    """ASTRA-sim's name of the algorithm; halving and doubling needs a power of two."""
     if dim.kind == "ring":
         return "ring"
     if dim.kind == "fully_connected":

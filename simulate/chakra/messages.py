@@ -1,4 +1,4 @@
-"""Messages of Chakra's schema 0.0.4: metadata and nodes, to bytes and back.
+"""Messages of Chakra's schema 0.0.4: metadata and nodes, encoded and decoded.
 
 Field numbers are those of ``et_def.proto`` of the MLCommons Chakra working group
 (https://github.com/mlcommons/chakra). A file holds the metadata and then the nodes, each message
@@ -14,14 +14,14 @@ from enum import IntEnum
 from ...common.errors import DatasetError
 from ...common.wire import fields, number, numbers, packed, read_varint, signed, text, varint
 
-#: The schema's version, as files state it in their metadata.
+#: Schema version, which files state in their metadata.
 VERSION = "0.0.4"
-#: Values of attributes that are written and read.
+#: Supported values of attributes.
 Value = int | str | bool
 
 
 class NodeType(IntEnum):
-    """Types of nodes, with the numbers of ``et_def.proto``."""
+    """Node types, with the numbers of ``et_def.proto``."""
 
     INVALID = 0
     METADATA = 1
@@ -48,9 +48,9 @@ class CommType(IntEnum):
     BARRIER = 9
 
 
-#: Fields of an attribute's value that hold one number: signed, unsigned, zigzag.
+#: Field numbers of an attribute's value with one number: signed, unsigned, zigzag.
 _SIGNED, _UNSIGNED, _ZIGZAG = (7, 9), (11, 13), (15, 17)
-#: Fields that are written, of ``AttributeProto``'s ``oneof value``.
+#: Field numbers of ``AttributeProto``'s ``oneof value`` that are written.
 _INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
 #: Attributes of 32 bits, and unsigned ones; other whole numbers are ``int64``.
 _OF_32_BITS = ("comm_src", "comm_dst", "comm_tag")
@@ -62,9 +62,9 @@ class EtNode:
     """A node of an execution trace.
 
     Attributes:
-        id: Its number; ASTRA-sim issues ready nodes in this order.
+        id: Number; ASTRA-sim issues ready nodes in this order.
         name: Label.
-        type: Its type.
+        type: Node type.
         deps: Nodes whose results it needs.
         micros: Duration in whole microseconds.
         attrs: Attributes such as ``comm_size``.
@@ -84,7 +84,7 @@ class EtNode:
 
     @property
     def kernels(self) -> int:
-        """Kernels that it stands for; 1 if the trace does not say, 0 for communication."""
+        """Number of kernels in it; 1 if the trace does not specify it, 0 for communication."""
         return 0 if self.collective else int(self.attrs.get("kernels", 1))
 
     @property
@@ -107,10 +107,10 @@ def decode(data: bytes, where: str = "") -> list[EtNode]:
 
     Args:
         data: Content of the file.
-        where: Its name, for messages.
+        where: Name of the file, for messages.
 
     Raises:
-        DatasetError: It is not a trace, or of another version.
+        DatasetError: It is not a trace, or has another version.
     """
     try:
         messages = list(_messages(data))
@@ -118,7 +118,7 @@ def decode(data: bytes, where: str = "") -> list[EtNode]:
         if version != VERSION.encode():
             raise DatasetError(f"the trace is of version {version!r}, not {VERSION}")
         return [_checked(_read_node(m)) for m in messages[1:]]
-    # The file is untrusted: whatever a malformed message leads to becomes one kind of error.
+    # The file is untrusted: any failure to decode it becomes one kind of error.
     except (DatasetError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = error.what if isinstance(error, DatasetError) else str(error)
         raise DatasetError(
@@ -127,7 +127,7 @@ def decode(data: bytes, where: str = "") -> list[EtNode]:
 
 
 def _checked(node: EtNode) -> EtNode:
-    """Return the node itself once its attributes prove to be of the right kinds."""
+    """Return the node if its attributes have the right types."""
     # Evaluating ``bytes`` and ``kernels`` also converts them, which raises for other types.
     if min(node.bytes, node.kernels) < 0:
         raise ValueError(f"node {node.id} has a negative size")
@@ -188,7 +188,7 @@ def _read_node(data: bytes) -> EtNode:
 
 
 def _read_attribute(data: bytes) -> dict[str, Value]:
-    """Read an attribute; lists, fractions and bytes are skipped."""
+    """Decode an attribute; lists, fractions and bytes are skipped."""
     name, values = "", dict[str, Value]()
     for key, value in fields(data):
         if key == 1 and isinstance(value, bytes):

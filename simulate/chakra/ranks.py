@@ -1,12 +1,12 @@
 """From the nodes of a partitioned program to one execution trace per rank.
 
-Computation is one stream: kernels follow each other in program order and wait where they read the
-result of a collective. Communication is one stream, too: each collective of a rank waits for its
-last one. Simulators match the collectives of a group by the order in which its ranks issue them,
-which would else depend on when each rank is ready, and ranks of overlapping groups could wait for
-each other for ever. Chakra's durations are whole microseconds: kernels are merged until they fill
-one, and the rounding error is carried over, so that the sum is right to half a microsecond. A
-kernel too short to fill one before a collective reads it counts towards the next.
+Computation is one stream: kernels run in program order and wait where they read the result of a
+collective. Communication is also one stream: each collective of a rank waits for the previous one.
+Simulators match the collectives of a group by the order in which its ranks issue them; without this
+chain the order would depend on when each rank is ready, and ranks of overlapping groups could
+deadlock. Chakra's durations are whole microseconds: kernels are merged until they fill one, and the
+rounding error is carried over, so that the sum is correct to half a microsecond. A kernel too short
+to fill one before a collective reads it counts towards the next.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..collectives.choose import COLLECTIVES, collective_name
 from ..program.nodes import Collective, Node
 from .messages import CommType, EtNode, NodeType, Value
 
-#: ASTRA-sim takes group 0 for all ranks, whatever the file says, so names begin at 1.
+#: ASTRA-sim treats group 0 as all ranks, whatever the file says, so names begin at 1.
 FIRST_GROUP = 1
-#: Parts into which ASTRA-sim cuts each collective (``preferred-dataset-splits``, as in its example
-#: systems).
+#: Parts into which ASTRA-sim splits each collective (``preferred-dataset-splits``, as in its
+#: example systems).
 SPLITS = 4
 
 
@@ -40,22 +40,22 @@ class Work:
 
 
 def comm_type(kind: str) -> CommType | None:
-    """A collective as Chakra types it; ``None`` for transfers, which are sends and receives."""
+    """Chakra's type of a collective; ``None`` for transfers, which are sends and receives."""
     name = COLLECTIVES[collective_name(kind)].chakra
     return CommType[name] if name else None
 
 
 def least_bytes(ranks: int) -> int:
-    """Return the smallest size of a collective that ASTRA-sim can cut among so many ranks.
+    """Smallest size of a collective that ASTRA-sim can split among ``ranks`` ranks.
 
-    It cuts a collective into :data:`SPLITS` parts, and each part among the ranks, once for either
-    direction of a ring; a message of no byte aborts it (``chunk_size > 0``).
+    It splits a collective into :data:`SPLITS` parts, and each part among the ranks, once for either
+    direction of a ring; an empty message aborts it (``chunk_size > 0``).
     """
     return 2 * ranks * SPLITS
 
 
 def process_groups(nodes: Sequence[Node]) -> dict[tuple[int, ...], str]:
-    """Name all groups of two ranks or more, in the order in which they appear."""
+    """Name all groups of at least two ranks, in order of first occurrence."""
     names: dict[tuple[int, ...], str] = {}
     for node in nodes:
         own = node.collective
@@ -93,7 +93,7 @@ def rank_trace(
 
 @dataclass
 class Stream:
-    """A trace in the making, whose computing nodes follow each other.
+    """A trace under construction, whose computing nodes follow each other.
 
     Attributes:
         nodes: Trace nodes so far.
@@ -106,7 +106,7 @@ class Stream:
     last: int = -1
 
     def ready(self) -> set[int]:
-        """Return the trace nodes that have to end before the stream's next one."""
+        """Trace nodes that have to end before the stream's next one."""
         return self.waits | ({self.last} if self.last >= 0 else set())
 
     def add(
@@ -124,13 +124,13 @@ class _Rank(Stream):
 
     Attributes:
         result: Trace nodes that produce the result of a collective, by program node.
-        awaited: Trace nodes that the stream has waited for already.
-        micros: Microseconds not yet written, the rounding error included.
+        awaited: Trace nodes that the stream has already waited for.
+        micros: Microseconds not yet written, including the rounding error.
         members: Kernels not yet written: seconds and name.
         gathered: Their work.
         pending: Program nodes since the last written one.
         place_of: Position in ``nodes`` of the stream's node that holds a program node.
-        tags: Transfers so far; matches sends with receives.
+        tags: Number of transfers so far; matches sends with receives.
         talked: Trace nodes of the last collective.
         owed: Executions not yet written of each kind of collective: extrapolated layers run a
             fractional number of times.
@@ -153,7 +153,7 @@ class _Rank(Stream):
     def run(
         self, nodes: Sequence[Node], transfer: Sequence[float], work: Sequence[Work]
     ) -> list[EtNode]:
-        """Go through the program and return the trace."""
+        """Process the program and return the trace."""
         for place, node in enumerate(nodes):
             if node.collective is not None:
                 self._communicate(place, node, node.collective, float(transfer[place]))
@@ -192,7 +192,7 @@ class _Rank(Stream):
         self.pending = set()
 
     def _needs(self, node: Node) -> set[int]:
-        """Return the trace nodes that produce the operands of a collective."""
+        """Trace nodes that produce the operands of a collective."""
         needs = self.ready() if self.scheduled else set[int]()
         for operand in node.operands:
             if operand in self.result:
@@ -200,14 +200,14 @@ class _Rank(Stream):
             elif operand in self.place_of:
                 needs.add(self.place_of[operand])
             else:
-                # Its kernel is not written yet, being shorter than a microsecond.
+                # The kernel is not written yet, being shorter than a microsecond.
                 needs |= self.ready()
         return needs
 
     def _communicate(self, place: int, node: Node, own: Collective, seconds: float) -> None:
         deps = self._needs(node)
-        # Chakra cannot express loops: executions are written out, one after another. What rounding
-        # leaves is owed to the next collective of its kind, so that their number is right.
+        # Chakra cannot express loops: executions are written out, one after another. The rounding
+        # error is carried to the next collective of the kind, so that the total is correct.
         owed = self.owed.get(own.kind, 0.0) + node.times
         # Half up, not to even: 1.5 and 1.5 are 2 and 1.
         times = math.floor(owed + 0.5)
@@ -223,7 +223,7 @@ class _Rank(Stream):
             self.awaited |= deps
 
     def _once(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
-        """Write one execution; an empty set if this rank takes no part."""
+        """Write one execution; an empty set if this rank does not take part."""
         kind = comm_type(own.kind)
         if kind is None:
             return self._transfers(node, own, deps, micros)
@@ -233,7 +233,7 @@ class _Rank(Stream):
         attrs: dict[str, Value] = {
             "is_cpu_op": False,
             "comm_type": int(kind),
-            # Whole bytes, and no fewer than can be cut: the loss is a single number.
+            # Whole bytes, and no fewer than can be split.
             "comm_size": max(round(own.size), least_bytes(len(group))),
             "pg_name": self.groups[group],
         }
@@ -259,7 +259,7 @@ class _Rank(Stream):
         return transfers
 
     def _end(self) -> None:
-        """Write what is left, or add it to the last node if it rounds to nothing."""
+        """Write the remaining kernels, or add them to the last node if they round to nothing."""
         if not self.members:
             return
         # A program with computation keeps at least one node of it, however short.

@@ -1,10 +1,10 @@
-"""A network on which ASTRA-sim's own collectives take the times that a step was predicted with.
+"""A network on which ASTRA-sim's collectives take the predicted times of a step.
 
-ASTRA-sim computes the time of a collective itself. A group of some of the ranks is one ring to it,
-whose messages go through the first dimension of the network in which neighbours differ
-(``CommunicatorGroup.cc``; ``MultiDimTopology.cpp`` of its analytical network). So the network has
-a dimension for each axis of the plan, and two figures for each: bandwidth and latency, by least
-squares of the step's collectives.
+ASTRA-sim computes the time of a collective itself. It treats a group of some of the ranks as one
+ring, whose messages go through the first dimension of the network in which neighbours differ
+(``CommunicatorGroup.cc``; ``MultiDimTopology.cpp`` of its analytical network). The network
+therefore has a dimension for each axis of the plan, with a bandwidth and a latency fitted by least
+squares to the step's collectives.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..step.costs import Message
 from ..step.plan import Group
 from .ranks import SPLITS
 
-#: Fastest bandwidth of a dimension, in bytes/s: where latency alone explains all times, and where
-#: nothing is sent. The format has no infinite one; far above any link of today.
+#: Highest bandwidth of a dimension in bytes/s, used if latency alone explains all times or nothing
+#: is sent. The format has no infinity; far above any current link.
 MOST_BANDWIDTH = 1e14
-#: Scales of the unknowns, so that both columns of the least squares are of one size: microseconds,
-#: and seconds for a megabyte at 1 TB/s.
+#: Scales of the unknowns, so that both columns of the least squares are of similar size:
+#: microseconds, and seconds for a megabyte at 1 TB/s.
 _LATENCY, _PER_BYTE = 1e-6, 1e-12
 
 
@@ -32,10 +32,10 @@ class Axes:
 
     Args:
         groups: Groups that communicate.
-        devices: All ranks.
+        devices: Number of ranks.
 
     Attributes:
-        sizes: Ranks along each.
+        sizes: Ranks along each dimension.
     """
 
     def __init__(self, groups: Sequence[Group], devices: int) -> None:
@@ -51,17 +51,17 @@ class Axes:
         self.sizes = [b // a for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
 
     def of(self, group: Group) -> list[int]:
-        """Return the axes that a group covers, innermost first; at least one."""
+        """Axes that a group covers, innermost first; at least one."""
         low, high = group.stride, group.stride * group.size
         return [
             i for i, cut in enumerate(self.cuts[:-1]) if cut < high and self.cuts[i + 1] > low
         ] or [len(self.sizes) - 1]
 
     def members(self, group: Group, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group of one rank, in the order of the ring.
+        """Ranks of the group of one rank, in the order of the ring.
 
-        The outermost axis comes first in it: neighbours in the ring then differ in that one, which
-        has the slowest links, not in the innermost.
+        The outermost axis comes first: neighbours in the ring then differ in that axis, which has
+        the slowest links, and not in the innermost.
         """
         first = rank - (rank // group.stride) % group.size * group.stride
         ranks = [first + i * group.stride for i in range(group.size)]
@@ -72,16 +72,16 @@ class Axes:
 
 
 def ring_work(kind: str, ranks: int, size: float) -> tuple[float, float]:
-    """Return the messages that ASTRA-sim sends one after the other round a ring, and their bytes.
+    """Number of messages that ASTRA-sim sends in series round a ring, and their bytes.
 
     ``Ring.cc``: an all-reduce takes 2 (n - 1) messages of 1/n of the buffer, a gather or scatter
     n - 1 of a rank's share, an all-to-all n (n - 1) / 2 of 1/n, since data travel n / 2 hops on
-    average. Each collective is cut into :data:`~.ranks.SPLITS` parts, one after the other.
+    average. Each collective is split into :data:`~.ranks.SPLITS` parts, one after the other.
 
     Args:
-        kind: Of a :class:`~opcast.simulate.step.costs.Message`.
-        ranks: In the ring.
-        size: ``comm_size``: what a rank puts in.
+        kind: Kind of a :class:`~opcast.simulate.step.costs.Message`.
+        ranks: Ranks in the ring.
+        size: ``comm_size``, the bytes that a rank contributes.
     """
     n = ranks
     if kind == "send_recv":
@@ -96,11 +96,11 @@ def ring_work(kind: str, ranks: int, size: float) -> tuple[float, float]:
 
 
 def own_bytes(message: Message, axes: Axes) -> float:
-    """Return the ``comm_size`` of a message.
+    """``comm_size`` of a message.
 
-    Steps count an all-gather's full buffer, ASTRA-sim a rank's share. A ring carries the data of
-    an all-to-all n / 2 times, which the networks of real clusters do not: it counts that much
-    less, so that links carry (n - 1) / n of a rank's buffer as in a direct exchange.
+    Steps count an all-gather's full buffer, ASTRA-sim a rank's share. A ring carries the data of an
+    all-to-all n / 2 times, unlike the networks of real clusters: the size is reduced by that
+    factor, so that links carry (n - 1) / n of a rank's buffer as in a direct exchange.
     """
     n = message.group.size
     if message.kind == "all_gather":
@@ -113,10 +113,11 @@ def own_bytes(message: Message, axes: Axes) -> float:
 
 
 def phases(message: Message, axes: Axes) -> list[tuple[int, float, float]]:
-    """Return axis, messages and bytes of each phase in which ASTRA-sim runs a collective.
+    """Axis, messages and bytes of each phase in which ASTRA-sim runs a collective.
 
-    Some ranks are one ring. All ranks use one dimension after the other: an all-reduce scatters in
-    all but the last, reduces there, and gathers on the way back (``Sys::generate_collective``).
+    Some of the ranks form one ring. All ranks use one dimension after the other: an all-reduce
+    scatters in all but the last, reduces there, and gathers on the way back
+    (``Sys::generate_collective``).
     """
     size, own = own_bytes(message, axes), axes.of(message.group)
     if message.group.size < axes.devices or len(own) == 1 or message.kind == "send_recv":
@@ -142,7 +143,7 @@ def fitted_network(counts: Mapping[Message, float], axes: Axes) -> Topology:
     """Fit bandwidth and latency of each axis.
 
     Args:
-        counts: Executions of each message in a step, which weigh it.
+        counts: Executions of each message in a step, which are its weight.
         axes: The dimensions.
     """
     from scipy.optimize import nnls
@@ -169,9 +170,9 @@ def fitted_network(counts: Mapping[Message, float], axes: Axes) -> Topology:
 
 
 def network_seconds(message: Message, axes: Axes, network: Topology) -> float:
-    """Return the seconds that ASTRA-sim takes for a message on a network of :func:`fitted_network`.
+    """Seconds that ASTRA-sim takes for a message on a network of :func:`fitted_network`.
 
-    Phases of all ranks are added up; ASTRA-sim runs a later part's first phase beside them.
+    Phases of all ranks are added up; ASTRA-sim overlaps them with the first phase of a later part.
     """
     return sum(
         sent * network.dims[axis].latency + carried / (network.dims[axis].rate / 2.0)

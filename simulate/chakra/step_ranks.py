@@ -1,11 +1,10 @@
 """From a simulated step to one execution trace per rank.
 
 A rank computes the tasks of its stage in the schedule's order. Ranks of a stage do the same, so a
-trace is made once for each stage; ranks differ in groups and partners only.
+trace is built once per stage; ranks differ only in groups and partners.
 
-Where :mod:`opcast.simulate.step.stage_times` adds up what nothing hides, blocks name each
-collective, what it waits for and what waits for it; both are folds over one
-:class:`~opcast.simulate.step.blocks.Stage`.
+:mod:`opcast.simulate.step.stage_times` adds up exposed times; here blocks contain each collective
+with its dependencies. Both are folds over one :class:`~opcast.simulate.step.blocks.Stage`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .messages import EtNode, NodeType, Value
 from .ranks import FIRST_GROUP, Stream, comm_type, least_bytes
 from .step_network import Axes, own_bytes
 
-#: First tag of transfers round a ring, above those between stages.
+#: First tag of ring transfers, above those between stages.
 RING_TAGS = 1 << 24
 
 
@@ -31,12 +30,12 @@ class Block:
     """Computation of some units of a stage, and its collectives.
 
     Attributes:
-        seconds: Computation, with waiting for the host.
-        hiding: The part of it, at its end, beside which ``beside`` runs.
-        before: Gathers of its parameters.
+        seconds: Computation, including stalls for the host.
+        hiding: The part of it, at its end, that overlaps ``beside``.
+        before: Parameter gathers.
         beside: Collectives that start with ``hiding``; the next block waits for them.
         after: Collectives that start at its end; the next block waits for them.
-        reduce: Reductions of gradients that start at its end; only the update waits for them.
+        reduce: Gradient reductions that start at its end; only the update waits for them.
         flops: Floating-point operations.
         bytes: Bytes read and written.
     """
@@ -53,15 +52,14 @@ class Block:
 
 @dataclass(frozen=True)
 class StageBlocks:
-    """What a stage does.
+    """Work of a stage.
 
     Attributes:
-        passes: Blocks of a task: of one chunk of a micro-batch's pass, by kind (``F``, ``B``,
-            ``W``).
-        last: Blocks of the last backward tasks, which also start what is reduced once a step.
+        passes: Blocks of a task (one chunk of a micro-batch's pass), by kind (``F``, ``B``, ``W``).
+        last: Blocks of the last backward tasks, which also start the reductions made once a step.
         tied: Collectives between the last reduction and the update.
         update: Seconds of the optimiser.
-        gathers: What is gathered after it and nothing hides.
+        gathers: Exposed gathers after the update.
     """
 
     passes: dict[str, tuple[Block, ...]]
@@ -72,20 +70,20 @@ class StageBlocks:
 
 
 def stage_blocks(stage: Stage, costs: Costs, times: StageTimes, units: int = 1) -> StageBlocks:
-    """Write out what a device of a stage does.
+    """Blocks of a device of a stage.
 
     Args:
-        stage: What it does.
+        stage: Work of the device.
         costs: Times of calls.
         times: The stage's times, from :func:`~opcast.simulate.step.compose.step_time`.
-        units: Units that become one block.
+        units: Number of units per block.
     """
     priced = unit_costs(stage, costs)
     own = {FORWARD: (times.forward, times.slowing[0]), BACKWARD: (times.backward, times.slowing[1])}
     passes, last = dict[str, tuple[Block, ...]](), tuple[Block, ...]()
     for kind, parts in priced.items():
-        # Known of the pass as a whole only: waiting for the host at the end of the stage, and what
-        # hidden collectives take from the kernels beside them.
+        # Known only for the pass as a whole: stalls for the host at the end of the stage, and the
+        # slowing of kernels by hidden collectives.
         whole, slowing = own.get(kind, (NOTHING, 0.0))
         more = slowing + max(0.0, whole.host - sum(p.part.host for p in parts))
         passes[kind] = _blocks(parts, more, units, stage.plan.virtual)
@@ -107,7 +105,7 @@ def stage_blocks(stage: Stage, costs: Costs, times: StageTimes, units: int = 1) 
 def _blocks(units: Sequence[UnitCost], more: float, count: int, chunks: int) -> tuple[Block, ...]:
     """Join ``count`` units each to blocks of one of ``chunks`` equal parts of a pass.
 
-    What the pass takes beyond its units, ``more``, is spread over them.
+    ``more``, the time of the pass beyond its units, is spread over them.
     """
     found = []
     for first in range(0, len(units), count):
@@ -130,14 +128,14 @@ def _blocks(units: Sequence[UnitCost], more: float, count: int, chunks: int) -> 
 
 
 def _computing(unit: UnitCost) -> tuple[float, float]:
-    """Seconds of a unit without its collectives, and those of them that hide some."""
+    """Seconds of a unit without its collectives, and the part that hides some of them."""
     left = max(0.0, sum(m.seconds for m in unit.beside) - unit.hiding)
     seconds = max(0.0, unit.part.total - sum(m.seconds for m in unit.after) - left)
     return seconds, min(unit.hiding, seconds)
 
 
 def _merged(messages: Iterable[Message], factor: float = 1.0) -> tuple[Message, ...]:
-    """Add up messages of one purpose, kind and group, each times a factor."""
+    """Add up messages with the same purpose, kind and group, each times a factor."""
     sums: dict[tuple[str, str, Group], Message] = {}
     for own in messages:
         key = (own.name, own.kind, own.group)
@@ -152,10 +150,10 @@ def _merged(messages: Iterable[Message], factor: float = 1.0) -> tuple[Message, 
 
 @dataclass(frozen=True)
 class _Talk:
-    """A communicating node of a stage's trace: what it is for, and how far its partner is.
+    """A communicating node of a stage's trace: its purpose and its partner.
 
-    ``ahead`` is the distance in ranks of the other end of a transfer, ``ring`` whether it is the
-    neighbour in the group instead.
+    ``ahead`` is the distance in ranks to the other end of a transfer; with ``ring`` the other end
+    is the neighbour in the group instead.
     """
 
     message: Message
@@ -166,12 +164,12 @@ class _Talk:
 
 @dataclass
 class StageTrace(Stream):
-    """The trace of any rank of a stage; nodes that communicate lack their attributes.
+    """The trace of any rank of a stage; communicating nodes lack their attributes.
 
     Attributes:
-        talks: What those are, by position.
-        owed: Seconds not yet written, the error of rounding to microseconds included.
-        reductions: The last reduction of gradients, for which the next one and the update wait.
+        talks: Purpose and partner of communicating nodes, by position.
+        owed: Microseconds not yet written, including the error of rounding.
+        reductions: The last gradient reduction, for which the next one and the update wait.
     """
 
     talks: dict[int, _Talk] = field(default_factory=dict)
@@ -179,7 +177,7 @@ class StageTrace(Stream):
     reductions: set[int] = field(default_factory=set)
 
     def compute(self, name: str, seconds: float, flops: float = 0.0, moved: float = 0.0) -> int:
-        """Add computation behind everything that the stage waits for."""
+        """Add computation after everything that the stage waits for."""
         self.owed += seconds * 1e6
         micros = max(1, round(self.owed))
         self.owed -= micros
@@ -211,10 +209,10 @@ def stage_trace(
     """Build the trace of any rank of a stage.
 
     Args:
-        plan: Resolved.
-        blocks: What the stage does.
-        orders: What each stage runs.
-        stage: From 0.
+        plan: Resolved plan.
+        blocks: Work of the stage.
+        orders: Tasks of each stage.
+        stage: Stage, from 0.
         hop: Transfer of a micro-batch between stages.
     """
     trace = StageTrace()
@@ -240,7 +238,7 @@ def stage_trace(
 
 
 def _tags(plan: Plan, orders: Sequence[Order]) -> dict[tuple[int, Task, int], int]:
-    """Number the transfers by their source and their target stage."""
+    """Number the transfers by source stage, task and target stage."""
     tags: dict[tuple[int, Task, int], int] = {}
     for stage, order in enumerate(orders):
         for task in order:
@@ -251,7 +249,7 @@ def _tags(plan: Plan, orders: Sequence[Order]) -> dict[tuple[int, Task, int], in
 
 
 def _takers(plan: Plan, orders: Sequence[Order], stage: int) -> dict[Task, list[int]]:
-    """Return the stages that wait for each task of a stage."""
+    """Stages that wait for each task of a stage."""
     takers: dict[Task, list[int]] = {}
     for source, task, target in _tags(plan, orders):
         if source == stage:
@@ -287,7 +285,7 @@ def _pass(trace: StageTrace, blocks: Sequence[Block], name: str, *, overlap: boo
         for message in block.after:
             trace.waits = set(_sent(trace, message))
         for message in block.reduce:
-            # One after the other, as the step has them, whatever their groups.
+            # One after the other, as in the step, whatever their groups.
             node = trace.send(message.name, message, trace.ready() | trace.reductions)
             trace.reductions = {node}
             if not overlap:
@@ -306,7 +304,7 @@ def _sent(trace: StageTrace, message: Message) -> list[int]:
 
 
 def _end(trace: StageTrace, blocks: StageBlocks) -> None:
-    """Add what follows the last task."""
+    """Add everything after the last task."""
     trace.waits |= trace.reductions
     for message in blocks.tied:
         trace.waits.add(trace.send(message.name, message, trace.ready()))
@@ -317,14 +315,14 @@ def _end(trace: StageTrace, blocks: StageBlocks) -> None:
 
 
 class Ranks:
-    """Traces of all ranks from those of their stages.
+    """Traces of all ranks, from those of their stages.
 
     Args:
         stages: Traces of the stages.
         axes: Dimensions of the ranks.
 
     Attributes:
-        groups: Names of the process groups met so far, by their ranks.
+        groups: Names of the process groups found so far, by their ranks.
     """
 
     def __init__(self, stages: Sequence[StageTrace], axes: Axes) -> None:

@@ -1,4 +1,4 @@
-"""Runs traces with the durations that they hold: when each node of each rank starts and ends.
+"""Runs traces with the durations they contain: start and end of each node of each rank.
 
 A rank computes one node at a time, as they become ready. A collective starts when all ranks of its
 group have reached it and the group's previous one has ended, a transfer when both sides have; the
@@ -19,7 +19,7 @@ from ...common.errors import DatasetError
 from ..program.list_schedule import Dependencies
 from .messages import EtNode, NodeType
 
-#: What nodes of several ranks do together: kind, group or pair, and which of its kind it is.
+#: A joint operation of several ranks: kind, group or pair, and its index among those of the kind.
 Meeting = tuple[object, ...]
 
 
@@ -43,7 +43,7 @@ class TraceRun:
         return float(max((e.max(initial=0.0) for e in self.end), default=0.0))
 
     def summary(self) -> dict[str, object]:
-        """Ranks, time, and of rank 0: computation, and count and bytes by collective."""
+        """Number of ranks and time; for rank 0 computation, and count and bytes by collective."""
         first = self.traces[0]
         count: Counter[str] = Counter(n.collective for n in first if n.collective)
         size: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class TraceRun:
         }
 
     def chrome_trace(self) -> dict[str, object]:
-        """Trace events for Perfetto and chrome://tracing, a process for each rank."""
+        """Trace events for Perfetto and chrome://tracing, one process per rank."""
         trace = ChromeTrace()
         for rank, nodes in enumerate(self.traces):
             trace.process(f"rank {rank}", rank)
@@ -79,7 +79,7 @@ class TraceRun:
         return trace.to_dict()
 
     def _tracks(self, trace: ChromeTrace, rank: int) -> list[int]:
-        """Name tracks, and give the one of each node: what runs at once has tracks of its own."""
+        """Name the tracks, and return that of each node; concurrent nodes get separate tracks."""
         found, taken = [0] * len(self.traces[rank]), 0
         kinds = {NodeType.COMM_COLL: "collectives", NodeType.COMM_SEND: "sends and receives"}
         kinds[NodeType.COMM_RECV] = kinds[NodeType.COMM_SEND]
@@ -104,7 +104,7 @@ def run_traces(traces: Sequence[Sequence[EtNode]], groups: Mapping[str, Sequence
         groups: Ranks by name of a process group; an unknown name means all ranks.
 
     Raises:
-        DatasetError: A node needs a missing one, or ranks wait for each other for ever.
+        DatasetError: A node needs a missing one, or ranks deadlock.
     """
     run = _Run(traces, groups)
     run.go()
@@ -132,7 +132,7 @@ class _Run:
                 heapq.heappush(self.events, (0.0, rank, at))
 
     def _operands(self, rank: int) -> list[list[int]]:
-        """Return the positions of the nodes that each node of a rank needs."""
+        """Positions of the nodes that each node of a rank needs."""
         place = self.place[rank]
         for at, node in enumerate(self.traces[rank]):
             for dep in node.deps:
@@ -143,7 +143,7 @@ class _Run:
         return [[place[dep] for dep in node.deps] for node in self.traces[rank]]
 
     def go(self) -> None:
-        """Process events until none is left."""
+        """Process all events."""
         while self.events:
             ready, rank, at = heapq.heappop(self.events)
             node = self.traces[rank][at]
@@ -154,7 +154,7 @@ class _Run:
             start = max(ready, self.free[rank])
             self.free[rank] = start + node.micros
             self._done(rank, at, start, start + node.micros)
-        # Nodes that never ran: a cycle, or a collective whose other ranks never come.
+        # Nodes that never ran: a cycle, or a collective that not all ranks reach.
         for rank, ends in enumerate(self.end):
             if np.isnan(ends).any():
                 name = self.traces[rank][int(np.isnan(ends).argmax())].name
@@ -176,7 +176,7 @@ class _Run:
             self._done(r, i, start, end)
 
     def _channel(self, node: EtNode) -> tuple[Meeting, int]:
-        """Return who takes part, and how many nodes have to arrive."""
+        """Participants, and the number of nodes that have to arrive."""
         if node.type == NodeType.COMM_COLL:
             name = str(node.attrs.get("pg_name", ""))
             return (name,), len(self.groups.get(name, range(len(self.traces))))

@@ -1,1 +1,1 @@
-"""Clusters as data: topologies, their files and the catalogue."""
+"""Clusters as data: topologies, cluster files and the catalogue."""

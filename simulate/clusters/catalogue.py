@@ -1,9 +1,9 @@
-"""The catalogue of clusters: from a name to devices and their links.
+"""The catalogue of clusters: from a name to devices and their network.
 
-``<device>-x<n>`` is ``n`` devices of one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``,
-or several whole ones, such as ``mi300x-x64``; ``<tpu>-<a>x<b>x<c>`` is a slice of that shape;
-``dgx-<gpu>-x<total>`` is a box or several, such as ``dgx-h100-x128``. All follow rules that are
-data (``simulate/clusters/*.yaml``), with a source for every figure. The figures of links inside a
+``<device>-x<n>`` is ``n`` devices in one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``,
+or in several whole ones, such as ``mi300x-x64``; ``<tpu>-<a>x<b>x<c>`` is a slice of that shape;
+``dgx-<gpu>-x<total>`` is one or more boxes, such as ``dgx-h100-x128``. All follow rules in data
+files (``simulate/clusters/*.yaml``), with a source for every figure. The figures of links inside a
 box come from the device file.
 """
 
@@ -25,16 +25,16 @@ from .slices import Rule, shape_of, slice_of, sources_of
 from .topology import Cluster, Dimension, Topology
 
 _NAME = re.compile(r"(?P<device>.+)-x(?P<count>[1-9]\d*)")
-#: A slice of TPUs by the chips along each of its axes.
+#: A TPU slice by the chips along each of its axes.
 _SHAPED = re.compile(r"(?P<device>.+)-(?P<shape>[1-9]\d*(x[1-9]\d*)+)")
-#: Figures that rules give for a dimension: the field that each sets, and its factor to SI units.
+#: Figures of a dimension in a rule: the field that each sets, and its factor to SI units.
 _FIGURES = {
     "bandwidth_gbps": ("bandwidth", 1e9),
     "latency_us": ("latency", 1e-6),
     "launch_us": ("launch", 1e-6),
     "efficiency": ("efficiency", 1.0),
 }
-#: Figures of a device file that a rule may name as its bandwidth, with the ``DeviceSpec`` field.
+#: Figures of a device file that a rule may use as bandwidth, with the ``DeviceSpec`` field.
 _LINKS = {"link_gbps": "link_bandwidth", "pcie_gbps": "host_bandwidth"}
 
 
@@ -53,7 +53,7 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
     if isinstance(name, Cluster):
         return name
     text = str(name)
-    # The suffix decides, before the catalogue is asked: a file may bear the name of an entry.
+    # The suffix decides before the catalogue does: a file may have the name of an entry.
     if Path(text).suffix in (".yaml", ".yml"):
         return load_cluster(text)
     shaped = _SHAPED.fullmatch(device_slug(text))
@@ -78,7 +78,7 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
 
 
 def named_cluster(device: str, count: int) -> str:
-    """Return the name of a cluster of a number of devices; empty if none has a name."""
+    """Name of the cluster with ``count`` devices; empty if there is none in the catalogue."""
     boxes = [gpu for gpu, rule in _rules("dgx").items() if rule["device"] == device]
     for name in (*(f"dgx-{gpu}-x{count}" for gpu in boxes), f"{device}-x{count}"):
         try:
@@ -91,35 +91,35 @@ def named_cluster(device: str, count: int) -> str:
 def joined(
     device: str | DeviceSpec, count: int, per_node: int = 0, between: float = 0.0
 ) -> Cluster:
-    """Any number of one device, joined as machines of that device are.
+    """Any number of devices, connected as the rules for that device specify.
 
-    Up to a box or a slice it is that; more of them are joined by InfiniBand or, for TPUs, by a
-    data-centre network. Racks of 72 are used in part where the number is no multiple of it.
+    Up to the size of a box or slice it is one; several are connected by InfiniBand or, for TPUs, by
+    a data-centre network. Racks of 72 are partly filled if the number is not a multiple of 72.
 
     Args:
-        device: Name or alias of a device of the catalogue, or a description. One that the
-            catalogue does not list is joined like others of its vendor and architecture, by its
-            own bandwidth; a single one needs no links.
-        count: Devices.
-        per_node: Devices of a box; 0 for the rule of the device.
-        between: Bytes/s in one direction of one device to other boxes; 0 for the rule.
+        device: Name or alias of a device of the catalogue, or a description. A device that is not
+            in the catalogue is connected like others of its vendor and architecture, with the
+            bandwidth in its description; a single one needs no links.
+        count: Number of devices.
+        per_node: Devices per box; 0 for the rule of the device.
+        between: Bytes/s in one direction from one device to other boxes; 0 for the rule.
 
     Raises:
-        DeviceError: The device is unknown, no rule joins it, or the number makes no
-            whole boxes.
+        DeviceError: The device is unknown, no rule applies to it, or the number is not a multiple
+            of the box size.
     """
     spec = device if isinstance(device, DeviceSpec) else find_device(device)
     matched = _rule_of(spec.name) or _rule_like(spec)
     name = f"{spec.name}-x{count}"
     if matched is None and count == 1 and not in_catalogue(spec.name):
-        # Nothing is sent; a dimension needs a bandwidth all the same.
+        # Nothing is sent, but a dimension needs a bandwidth.
         alone = Dimension("ring", 1, spec.link_bandwidth or spec.bandwidth)
         return Cluster(name, spec.name, Topology((alone,)), 1)
     if matched is None:
         between = between or spec.inter_node_bandwidth
         if not between:
             return _one_box(spec, count)
-        # Without links of a box, such as superchips of one device each, all go over the network.
+        # Without links in the box, as for single-device superchips, everything uses the network.
         rule = _unnamed_boxes()
         network = replace(_network(count, rule), bandwidth=between)
         sources = sources_of(rule, network.name, spec, "inter_node_gbps")
@@ -127,7 +127,7 @@ def joined(
     table, rule = matched
     most = rule["largest"]
     if most <= 8 and per_node:
-        # Larger domains, racks and slices, hold many hosts.
+        # Larger domains, racks and slices, have many hosts.
         most = min(per_node, most)
     whole = [n for n in range(1, min(most, count) + 1) if count % n == 0]
     if table == "slices":
@@ -155,7 +155,7 @@ def joined(
 
 
 def cluster_names() -> list[str]:
-    """List the names of common sizes, sorted; other counts follow the same rules."""
+    """Names of common sizes, sorted; other counts follow the same rules."""
     names = []
     for rule in _rules("boxes").values():
         # 36 and 72 are GB200 NVL36 and NVL72 racks; the others are common boxes and parts of them.
@@ -181,7 +181,7 @@ def _rules(name: str) -> dict[str, Rule]:
 
 
 def _unnamed_boxes() -> Rule:
-    """How boxes that no rule names are joined, but for the bandwidth."""
+    """Rule without a bandwidth, for boxes that no other rule covers."""
     return next(rule for rule in _rules("dgx").values() if rule.get("others"))
 
 
@@ -194,7 +194,7 @@ def _rule_of(device: str) -> tuple[str, Rule] | None:
 
 
 def _rule_like(device: DeviceSpec) -> tuple[str, Rule] | None:
-    """Rule of listed devices of the same make, for a device that the catalogue does not list."""
+    """Rule of devices of the same vendor and architecture, for an unlisted device."""
     if in_catalogue(device.name) or not device.architecture:
         return None
     for table in ("boxes", "slices"):
@@ -218,7 +218,7 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
             hint="describe the cluster in a YAML file (docs/clusters.md)",
         )
     table, rule = matched
-    # Beyond one NVLink domain the answer is usually a cluster of boxes: suggest it.
+    # Beyond one NVLink domain the user usually means a cluster of boxes: suggest it.
     if count > rule["largest"]:
         more = f", or dgx-<gpu>-x{count}" if rule.get("name") == "nvlink" else ""
         raise DeviceError(
@@ -269,18 +269,18 @@ def _any_number(device: DeviceSpec, count: int, *, whole: bool = False) -> Clust
     """Devices of one box or slice, or of several whole ones.
 
     Args:
-        device: Of the catalogue.
-        count: Devices.
-        whole: Whether part of a single box is refused as well.
+        device: Device of the catalogue.
+        count: Number of devices.
+        whole: Whether a part of a single box is also rejected.
 
     Raises:
-        DeviceError: No rule joins the device, or that many.
+        DeviceError: No rule applies to the device or to that number.
     """
     table, rule = _rule_of(device.name) or _rule_like(device) or ("", {"largest": 0})
     several = count > rule["largest"]
     if table == "boxes" and (whole or several):
         network = _between(device.name)
-        # Racks of many hosts are used in part, the same part of each.
+        # Racks of many hosts may be partly filled, each to the same part.
         box = network.get("host", min(rule["largest"], network["per_node"]))
         if count % box:
             part = "" if several else f", or {device.name}-x{count} for part of a box"
@@ -293,7 +293,7 @@ def _any_number(device: DeviceSpec, count: int, *, whole: bool = False) -> Clust
 
 
 def _between(device: str, over: str = "dgx") -> Rule:
-    """How boxes of a device are joined; those that no rule names by the device's own bandwidth."""
+    """Rule that connects the boxes of a device; the generic one if none names the device."""
     known = (r for r in _rules(over).values() if device in (r["device"], *r["like"]))
     return next(known, _unnamed_boxes())
 
@@ -301,8 +301,8 @@ def _between(device: str, over: str = "dgx") -> Rule:
 def _network(boxes: int, rule: Rule) -> Dimension:
     fields: JsonObject = {field: rule[key] * si for key, (field, si) in _FIGURES.items()}
     fields["algorithms"] = tuple(rule["algorithms"])
-    # The dimension joins devices with the same number in their boxes (a rail), so it has one port
-    # per box. A dimension needs equal leaves: take the fullest ones that divide the boxes evenly.
+    # The dimension connects devices with the same position in their boxes (a rail), so it has one
+    # port per box. A dimension needs equal leaves: use the fullest that divide the boxes evenly.
     radix = max(n for n in range(1, rule["radix"] + 1) if boxes % n == 0)
     if boxes <= rule["radix"]:
         return Dimension("switch", boxes, name="infiniband", **fields)
@@ -310,7 +310,7 @@ def _network(boxes: int, rule: Rule) -> Dimension:
 
 
 def _shaped(device: DeviceSpec, shape: tuple[int, ...]) -> Cluster:
-    """A slice of a shape that is named."""
+    """A slice with a given shape."""
     name = f"{device.name}-{'x'.join(map(str, shape))}"
     matched = _rule_of(device.name)
     if matched is None or matched[0] != "slices" or len(shape) != matched[1]["axes"]:

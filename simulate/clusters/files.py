@@ -1,6 +1,6 @@
-"""Clusters in files: opcast's YAML, and ASTRA-sim's ``network.yml``.
+"""Cluster files: opcast's YAML, and ASTRA-sim's ``network.yml``.
 
-Every key carries its unit: ``bandwidth_gbps`` is 1e9 bytes/s in one direction, over all links of a
+Keys carry their unit: ``bandwidth_gbps`` is 1e9 bytes/s in one direction, over all links of a
 device in the dimension; ``latency_us`` and ``launch_us`` are microseconds. ASTRA-sim gives the
 bandwidth of *one link* in 2^30 bytes/s and the latency of one link in nanoseconds; a message
 through its switch takes two links.
@@ -46,8 +46,8 @@ _ASTRA_KEYS = ("topology", "npus_count", "bandwidth", "latency")
 def load_cluster(path: Path | str) -> Cluster:
     """Read a cluster from opcast's YAML, or from ASTRA-sim's ``network.yml``.
 
-    A file of ASTRA-sim names no device: its cluster has the device ``""``. A device's own file is
-    looked for beside the cluster's, then from the current folder.
+    An ASTRA-sim file names no device: its cluster has the device ``""``. A device file is searched
+    for beside the cluster file, then in the current folder.
 
     Raises:
         DeviceError: The file is missing, not YAML, has an unknown or missing key, a value of the
@@ -65,7 +65,7 @@ def load_cluster(path: Path | str) -> Cluster:
 
 
 def cluster_of(data: dict[str, object], where: str) -> Cluster:
-    """A cluster from the content of a file; ``where`` is its name in errors."""
+    """A cluster from the content of a file; ``where`` names the file in errors."""
     _check_keys(data, _TOP, where)
     device = data.get("device")
     if not isinstance(device, str):
@@ -93,7 +93,7 @@ def cluster_of(data: dict[str, object], where: str) -> Cluster:
 
 
 def cluster_data(cluster: Cluster) -> dict[str, object]:
-    """What :func:`cluster_of` reads, as plain data."""
+    """Plain data from which :func:`cluster_of` restores the cluster."""
     sources: dict[str, list[str]] = {}
     for key, source in cluster.sources.items():
         sources.setdefault(source, []).append(key)
@@ -117,7 +117,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def astra_network(topology: Topology) -> str:
-    """Return the text of ASTRA-sim's ``network.yml``.
+    """Text of ASTRA-sim's ``network.yml`` for a topology.
 
     A torus becomes one ring per axis, and a fat tree without oversubscription a switch. Efficiency
     is folded into the bandwidth; the format has no launch costs or in-network reductions.
@@ -144,7 +144,7 @@ def astra_network(topology: Topology) -> str:
 
 
 def _astra_links(kind: str, size: int) -> tuple[int, int]:
-    """Return the links of a device, and the links in series between neighbours."""
+    """Links per device, and links in series between neighbours."""
     if kind == "ring":
         return 2, 1
     return (max(size - 1, 1), 1) if kind == "fully_connected" else (1, 2)

@@ -1,4 +1,4 @@
-"""Slices: chips in a ring, grid or torus."""
+"""TPU slices: chips in a ring, grid or torus."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ...common.types import JsonObject
 from ...features.devices.device import DeviceSpec
 from .topology import Cluster, Dimension, Topology
 
-#: How devices of some kinds are joined, with the keys that the head of its file explains.
+#: Rule for connecting devices; the head of its YAML file explains the keys.
 Rule = JsonObject
 
 
 def sources_of(rule: Rule, dim: str, device: DeviceSpec, link: str = "") -> dict[str, str]:
-    """Source of each figure, as ``<dimension>.<key>``."""
+    """Source of each figure, by ``<dimension>.<key>``."""
     result = {f"{dim}.{key}": text for text, keys in rule["sources"].items() for key in keys}
     if link:
         where = device.provenance.get(link, "the device file")
@@ -22,9 +22,10 @@ def sources_of(rule: Rule, dim: str, device: DeviceSpec, link: str = "") -> dict
 
 
 def shape_of(count: int, rule: Rule) -> tuple[int, ...]:
-    """Chips along each axis of a slice of so many devices, as even as may be; empty if none is.
+    """Chips along each axis of a slice of ``count`` devices, as even as possible, or empty.
 
-    Slices are powers of two, or made of whole cubes where the hardware is.
+    The number of chips is a power of two, or a multiple of a cube if the hardware consists of
+    cubes.
     """
     cores = rule.get("cores_per_chip", 1)
     chips, rest = divmod(count, min(cores, count))
@@ -39,7 +40,7 @@ def shape_of(count: int, rule: Rule) -> tuple[int, ...]:
 def slice_of(
     device: DeviceSpec, count: int, rule: Rule, name: str, shape: tuple[int, ...]
 ) -> Cluster:
-    """Chips in a grid, and the cores of a chip inside."""
+    """A cluster of chips in a grid, with the cores of each chip as innermost dimension."""
     cores = min(rule.get("cores_per_chip", 1), count)
     chips = count // cores
     dims: list[Dimension] = []
@@ -48,14 +49,14 @@ def slice_of(
         dims.append(Dimension("switch", cores, rule["core_gbps"] * 1e9, **start, name="cores"))
     grid = [n for n in shape if n > 1]
     per_axis = device.link_bandwidth / rule["axes"]
-    # An axis without wrap-around links sends what returns over the same links: half the bandwidth
-    # of a ring. Exact for collectives, half of what one transfer gets (docs/clusters.md).
-    # Cubes close every axis of whole ones by optical switches.
+    # Without wrap-around links the return traffic of a ring uses the same links: half the
+    # bandwidth. Exact for collectives, half of the bandwidth of a single transfer
+    # (docs/clusters.md). Optical switches close every axis that consists of whole cubes.
     cube = rule.get("cube", 1)
     speed = [per_axis / (1 if n >= rule["wraps"] and n % cube == 0 else 2) for n in grid]
     common = {**start, "efficiency": rule["efficiency"], "name": "ici"}
     # A torus shares its bandwidth equally between its axes. Axes of different speed (one closed,
-    # one open) become rings of their own, and collectives take them one after another.
+    # one open) become separate rings, which collectives take one after another.
     if len(grid) > 1 and len(set(speed)) == 1:
         dims.append(Dimension("torus", chips, sum(speed), shape=tuple(grid), **common))
     else:
@@ -69,10 +70,10 @@ def slice_of(
 
 @cache
 def _grid(chips: int, axes: int) -> list[int]:
-    """Factor ``chips`` into numbers that are as equal as possible, smallest first."""
+    """Factor ``chips`` into ``axes`` numbers as equal as possible, smallest first."""
     if axes == 1:
         return [chips]
-    # The smallest axis is at most the root; of several the one whose rest is most even.
+    # The smallest axis is at most the root; among several, take the one with the most even rest.
     smallest = [n for n in range(1, round(chips ** (1 / axes)) + 1) if chips % n == 0]
     grids = [sorted([n, *_grid(chips // n, axes - 1)]) for n in smallest]
     return min(grids, key=lambda grid: (grid[-1], -grid[0]))

@@ -1,16 +1,16 @@
-"""Topologies as data: dimensions of links, and what a group of devices spans of them.
+"""Topologies as data: dimensions of links, and the part of them that a group of devices spans.
 
 A topology is a product of dimensions, innermost first (as in ASTRA-sim 2.0: Won et al., ISPASS
 2023): rank ``r`` has the coordinate ``r % size`` in the first one, ``r // size % size'`` in the
-second, and so on. Every dimension is a network of its own kind between the devices that differ only
-in its coordinate:
+second, and so on. Every dimension is a network between the devices that differ only in its
+coordinate:
 
 - ``ring``: each device has links to both neighbours;
 - ``fully_connected``: a link from each device to every other;
-- ``switch``: one port to a switch that never blocks;
+- ``switch``: one port per device to a non-blocking switch;
 - ``torus``: a grid of two or three axes, ``shape``, with a ring along each;
-- ``fat_tree``: leaf switches with ``radix`` devices each under a spine that never blocks; the links
-  of a leaf to the spine have ``1 / oversubscription`` of the bandwidth of its devices.
+- ``fat_tree``: leaf switches with ``radix`` devices each under a non-blocking spine; the links of a
+  leaf to the spine have ``1 / oversubscription`` of the bandwidth of its devices.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Dimension:
 
     Attributes:
         kind: One of :data:`KINDS`.
-        size: Devices along it.
-        bandwidth: Bytes/s in one direction of all links of one device in this dimension together:
-            both links of a ring, every link of a fully connected one, the port of a switch.
-        latency: Seconds from device to neighbouring device: one link of a ring; through one switch
-            (each of the two links has half). Between leaves of a fat tree it is twice this.
-        launch: Seconds that a collective costs before its first byte moves.
+        size: Number of devices along it.
+        bandwidth: Bytes/s in one direction over all links of one device in this dimension: both
+            links of a ring, every link of a fully connected one, the port of a switch.
+        latency: Seconds between neighbouring devices: one link of a ring; through one switch (half
+            on each of the two links). Between leaves of a fat tree it is twice this.
+        launch: Seconds before the first byte of a collective moves.
         shape: Devices along each axis of a torus, innermost first.
         radix: Devices under a leaf of a fat tree.
         oversubscription: Bandwidth of a leaf's devices over the bandwidth to the spine.
-        reduction: What adds up inside the network, one of :data:`REDUCTIONS`.
-        efficiency: Share of ``bandwidth`` that collectives reach.
+        reduction: Reduction inside the network, one of :data:`REDUCTIONS`.
+        efficiency: Fraction of ``bandwidth`` that collectives reach.
         algorithms: The :data:`ALGORITHMS` that the library implements here; a collective that
             none of them covers may use any. Empty for all.
         name: Label such as ``nvlink``.
@@ -93,7 +93,7 @@ class Dimension:
         under = f"radix {self.radix} does not divide {self.size} devices"
         reduces = not self.reduction or self.kind in ("switch", "fat_tree")
         others = [a for a in self.algorithms if a not in ALGORITHMS]
-        # Negated comparisons ("not x > 0"), so that NaN is refused as well.
+        # Negated comparisons ("not x > 0") also reject NaN.
         return [
             (self.kind not in KINDS, f"unknown kind {self.kind!r}", f"one of {', '.join(KINDS)}"),
             (self.size < 1, f"size {self.size} is below 1", "count the devices along it"),
@@ -115,7 +115,7 @@ class Dimension:
 
     @property
     def rate(self) -> float:
-        """Bytes/s that collectives reach, per device."""
+        """Bytes/s per device that collectives reach."""
         return self.bandwidth * self.efficiency
 
     @property
@@ -124,7 +124,7 @@ class Dimension:
         return self.shape if self.kind == "torus" else (self.size,)
 
     def rings(self) -> tuple[Dimension, ...]:
-        """Return the axes of a torus as rings with equal shares of the links; else itself."""
+        """The axes of a torus as rings with equal shares of the links; otherwise itself."""
         if self.kind != "torus":
             return (self,)
         share = self.bandwidth / len(self.shape)
@@ -163,7 +163,7 @@ class Topology:
         return tuple(n for d in self.dims for n in d.axes)
 
     def coordinates(self, ranks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the coordinates along every axis; ``(n,)`` in, ``(n, n_axes)`` out.
+        """Coordinates of ranks along every axis; ``(n,)`` in, ``(n, n_axes)`` out.
 
         Raises:
             DeviceError: A rank does not exist.
@@ -181,7 +181,7 @@ class Topology:
         return np.stack(np.unravel_index(numbers, self.axes[::-1])[::-1], axis=1)
 
     def group_dims(self, group: Sequence[int] | int) -> tuple[Dimension, ...]:
-        """Return what a group spans: the part of each dimension in which its devices differ.
+        """The part of each dimension that a group spans, in which its devices differ.
 
         Sibling groups of the same pattern are assumed to communicate at the same time, as in a
         partitioned program, so groups that interleave on a ring share its links.
@@ -195,9 +195,9 @@ class Topology:
             switch with the bandwidth, latency and launch cost of the slowest dimension it crosses.
 
         Raises:
-            DeviceError: A rank does not exist, or is named twice.
+            DeviceError: A rank does not exist, or is listed twice.
         """
-        # A ``range`` is kept as the cache's key: hashing it does not list its ranks.
+        # A ``range`` is kept as the cache key: hashing it does not list its ranks.
         ranks = range(group) if isinstance(group, int) else group
         key = ranks if isinstance(ranks, range) else tuple(int(r) for r in ranks)
         return _group_dims(self, key)
@@ -205,16 +205,16 @@ class Topology:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and how they are joined.
+    """Devices and their network.
 
     Attributes:
         name: Name such as ``dgx-h100-x128``.
         device: Name of the device in the catalogue, or of a device file.
-        topology: How the devices are joined.
-        devices_per_node: Devices of one box; the whole cluster if it is a single box.
+        topology: Network of the devices.
+        devices_per_node: Devices per box; the whole cluster if it is a single box.
         sources: Source of each figure, by key (``nvlink.bandwidth_gbps``).
         notes: Free text.
-        host_memory: Bytes of memory of the host of one box; 0 where it is unknown.
+        host_memory: Bytes of host memory per box; 0 if unknown.
     """
 
     name: str
@@ -232,7 +232,7 @@ class Cluster:
 
     @property
     def box(self) -> int:
-        """Devices of a box where there are several boxes; 0 where there is one."""
+        """Devices per box; 0 for a single box."""
         return self.devices_per_node if self.devices_per_node < self.size else 0
 
     @property
@@ -257,7 +257,7 @@ def _group_dims(topology: Topology, ranks: range | tuple[int, ...]) -> tuple[Dim
         spans.append((d, tuple(counts[first:last]), tuple(steps[first:last])))
         first = last
     crossed = [(d, n, s) for d, n, s in spans if prod(n) > 1]
-    # Regular: a full grid of evenly spaced coordinates. Counting is enough, ranks being distinct.
+    # Regular: a full grid of evenly spaced coordinates. Counting suffices, as ranks are distinct.
     if even and prod(counts) == len(ranks):
         return tuple(part for d, n, s in crossed for part in _parts(d, n, s))
     # Pessimistic fallback for irregular groups: everything passes the slowest dimension.
@@ -269,10 +269,10 @@ def _group_dims(topology: Topology, ranks: range | tuple[int, ...]) -> tuple[Dim
 def _parts(
     dim: Dimension, counts: tuple[int, ...], steps: tuple[int, ...]
 ) -> tuple[Dimension, ...]:
-    """What a group sees of a dimension: one part, or several rings, the fastest innermost.
+    """The part of a dimension that a group sees, or several rings, the fastest innermost.
 
-    A torus has one bandwidth for all of its axes, that of the slowest. Where one axis alone is
-    faster than all of them so, a group goes along one after the other, and slow ones carry least.
+    A torus has a single bandwidth for all axes, that of the slowest. If one axis alone is faster
+    than all of them together, the group uses its axes one after another, the slowest last.
     """
     if dim.kind == "torus" and prod(counts) < dim.size:
         rings = zip(dim.rings(), counts, steps, strict=True)
@@ -284,7 +284,7 @@ def _parts(
 
 
 def _part(dim: Dimension, counts: tuple[int, ...], steps: tuple[int, ...]) -> Dimension:
-    """Return the part of a dimension with ``counts`` devices, ``steps`` apart, on each axis."""
+    """The part of a dimension with ``counts`` devices, ``steps`` apart, on each axis."""
     size, step = prod(counts), steps[0]
     if size == dim.size:
         return dim
@@ -302,8 +302,8 @@ def _part(dim: Dimension, counts: tuple[int, ...], steps: tuple[int, ...]) -> Di
 
 
 def _part_of_tree(dim: Dimension, size: int, step: int) -> Dimension:
-    # Members of the group under one leaf. A group within a leaf never meets the spine; one that
-    # fills its leaves unevenly is taken as a switch at the rate and latency of the spine.
+    # Members of the group under one leaf. A group within a leaf never uses the spine; one that
+    # fills its leaves unevenly counts as a switch with the rate and latency of the spine.
     under = max(dim.radix // step, 1)
     if size <= under or size % under:
         flat = 1.0 if size <= under else dim.oversubscription
@@ -323,8 +323,8 @@ def _part_of_tree(dim: Dimension, size: int, step: int) -> Dimension:
 def _part_of_ring(dim: Dimension, size: int, step: int) -> Dimension:
     """Part of a ring: a strided group shares links with its siblings, a segment does not close.
 
-    Neighbours are ``step`` links apart, and each link carries the messages of ``step`` groups. A
-    segment's ring returns over its own links, which halves the bandwidth once more.
+    Neighbours are ``step`` links apart, and each link carries the messages of ``step`` groups. The
+    ring of a segment returns over the same links, which halves the bandwidth again.
     """
     closed = size * step == dim.size
     share = step if closed else 2 * step

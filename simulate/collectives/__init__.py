@@ -1,1 +1,1 @@
-"""Formulas of collective algorithms over a topology."""
+"""Closed-form costs of collective algorithms over a topology."""

@@ -1,12 +1,12 @@
 """Collectives over a topology: choice of the algorithm and its closed-form time.
 
-``time = launch + latency + transfer``: what it costs to begin, the latencies of the steps that
-follow each other, and the bytes over the bandwidth of what limits. Formulas inside one dimension
-are in ``one_dimension``, over several dimensions here.
+``time = launch + latency + transfer``: the cost of starting, the latencies of dependent steps, and
+bytes over the limiting bandwidth. Formulas for one dimension are in ``one_dimension``, those for
+several dimensions here.
 
 **Bytes** are what *each rank contributes*: the whole buffer for ``all_reduce``, ``reduce_scatter``,
-``all_to_all`` (all blocks, its own included), ``broadcast`` (the root's), ``collective_permute``
-and ``send_recv``; one rank's share for ``all_gather``.
+``all_to_all`` (all blocks including that for itself), ``broadcast`` (the root's),
+``collective_permute`` and ``send_recv``; one rank's share for ``all_gather``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .trees import Cost, flow_rate, leaves
 
 
 class Collective(NamedTuple):
-    """What a collective is called elsewhere.
+    """Names of a collective in other tools.
 
     Attributes:
-        aliases: Other spellings of HLO, StableHLO and nccl-tests.
-        measured: Operation of the tables of measured collectives; empty if they have none.
-        gathers: Whether its size there is the gathered buffer rather than what one rank puts in.
-        chakra: Type of Chakra's; empty for transfers, which are sends and receives.
+        aliases: Other spellings in HLO, StableHLO and nccl-tests.
+        measured: Operation in tables of measured collectives; empty if they do not contain it.
+        gathers: Whether its size there is the gathered buffer rather than one rank's contribution.
+        chakra: Chakra's type; empty for transfers, which are sends and receives.
     """
 
     aliases: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Collective(NamedTuple):
     chakra: str = ""
 
 
-#: Collectives that can be estimated; half of a transfer is priced as the whole transfer.
+#: Supported collectives; half of a transfer is priced as the whole transfer.
 COLLECTIVES = {
     "all_reduce": Collective((), "all_reduce", chakra="ALL_REDUCE"),
     "all_gather": Collective((), "all_gather", gathers=True, chakra="ALL_GATHER"),
@@ -52,13 +52,13 @@ COLLECTIVES = {
 _ALIASES = {alias: name for name, own in COLLECTIVES.items() for alias in own.aliases}
 #: Algorithms that can be forced; ``auto`` takes the fastest.
 ALGORITHMS = (*IN_DIMENSION, "hierarchical", "multi_ring")
-#: Kinds whose bytes take one route, called ``direct``: there is no other algorithm to choose.
+#: Kinds whose bytes take one route, called ``direct``: there is no algorithm to choose.
 _POINT_TO_POINT = ("collective_permute", "send_recv")
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Time of a collective, in seconds.
+    """Time of a collective in seconds.
 
     Attributes:
         algorithm: The algorithm, as in :data:`ALGORITHMS`; ``none`` for a single rank.
@@ -79,7 +79,7 @@ class CollectiveCost:
 
 
 def collective_name(kind: str) -> str:
-    """Map a name of HLO, StableHLO or nccl-tests to one of :data:`COLLECTIVES`.
+    """Convert a name of HLO, StableHLO or nccl-tests to one of :data:`COLLECTIVES`.
 
     Raises:
         DeviceError: There is no such collective.
@@ -100,12 +100,12 @@ def collective_cost(
     algorithm: str = "auto",
     skew: float = 1.0,
 ) -> CollectiveCost:
-    """Time a collective, split into launch, latency and transfer.
+    """Time of a collective, split into launch, latency and transfer.
 
     Args:
         kind: One of :data:`COLLECTIVES`, or its name in HLO or nccl-tests.
         bytes_per_rank: Bytes that each rank contributes (see the module's docstring).
-        group: Ranks of one replica group, in any order; a ``range``; or a count of ranks starting
+        group: Ranks of one replica group, in any order; a ``range``; or a number of ranks starting
             at 0. ``collective_permute`` shifts from each rank to the next; ``send_recv`` has two
             ranks, both of which may send.
         cluster: Cluster or topology that the ranks belong to.
@@ -114,11 +114,11 @@ def collective_cost(
 
     Raises:
         DeviceError: The collective, the algorithm or a rank does not exist, or the algorithm does
-            not fit the collective and the dimensions; the message lists those that do.
+            not support the collective over the dimensions; the message lists those that do.
     """
     name = collective_name(kind)
     topology = cluster.topology if isinstance(cluster, Cluster) else cluster
-    # Negated comparisons, so that NaN is refused as well.
+    # Negated comparisons also reject NaN.
     if not bytes_per_rank >= 0 or not skew >= 1:
         raise DeviceError(
             f"{bytes_per_rank} bytes with skew {skew}",
@@ -138,14 +138,14 @@ def collective_cost(
 def dims_cost(
     kind: str, size: float, dims: tuple[Dimension, ...], algorithm: str = "auto"
 ) -> CollectiveCost:
-    """Time a collective over ``dims``, as :meth:`Topology.group_dims` returns them."""
+    """Time of a collective over ``dims``, as :meth:`Topology.group_dims` returns them."""
     if not dims:
         return CollectiveCost("none", 0.0, 0.0, 0.0)
     # One library call runs the phases of all dimensions, so it is launched once, at the highest of
     # their launch costs.
     launch = max(d.launch for d in dims)
     alone = len(dims) == 1 and kind not in _POINT_TO_POINT
-    # ``auto`` honours the dimension's own list of algorithms; an algorithm named by the caller is
+    # ``auto`` honours the dimension's list of algorithms; an algorithm named by the caller is
     # evaluated even if the library would not choose it.
     taken = set(allowed(kind, dims[0], size)) if alone and algorithm == "auto" else {algorithm}
     found = [
@@ -163,7 +163,7 @@ def dims_cost(
 
 
 def candidates(kind: str, size: float, dims: tuple[Dimension, ...]) -> Iterator[tuple[str, Cost]]:
-    """The algorithms that implement ``kind`` over ``dims``, with their seconds less the launch."""
+    """The algorithms that implement ``kind`` over ``dims``, with their cost without the launch."""
     if kind in _POINT_TO_POINT:
         yield "direct", _neighbour(size, dims)
     elif len(dims) == 1:
@@ -199,15 +199,15 @@ def _link_rate(dim: Dimension) -> float:
 def hierarchical(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost:
     """One dimension after another, each with its fastest algorithm.
 
-    All-reduce: reduce-scatter in the inner dimensions, all-reduce of what is left across the
-    outermost, all-gather inwards again (Cho et al., *BlueConnect*, MLSys 2019). All-gather and
-    broadcast go from the outermost dimension inwards, reduce-scatter outwards, so that slow outer
-    links carry least; all-to-all sends all its bytes through each dimension in turn.
+    All-reduce: reduce-scatter in the inner dimensions, all-reduce of the rest across the outermost,
+    all-gather back inwards (Cho et al., *BlueConnect*, MLSys 2019). All-gather and broadcast go
+    from the outermost dimension inwards, reduce-scatter outwards, so that slow outer links carry
+    least; all-to-all sends all its bytes through each dimension in turn.
     """
     parts: list[Cost] = []
     if kind == "all_reduce":
-        # ``left`` is what a rank still holds: each inner reduce-scatter divides it by its ranks, so
-        # that the slowest, outermost links carry the smallest share.
+        # ``left`` is the size that a rank still holds: each inner reduce-scatter divides it by its
+        # ranks, so that the slowest, outermost links carry the smallest share.
         left = size
         for dim in dims[:-1]:
             parts.append(fastest("reduce_scatter", dim, left)[1])
@@ -230,12 +230,12 @@ def hierarchical(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost:
 def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | None:
     """Rings over all ranks of two switched dimensions, one for each rank of a box.
 
-    Each of the ``g`` rings takes ``1/g`` of the bytes and leaves a box by another rank, so that all
-    network ports are busy; ``n = g N`` ranks in all, messages of ``m`` bytes. Three bounds, of
-    which the largest holds: the port to the network sends ``n-1`` messages, the port inside
-    ``(g-1)(n-1)``, and a message passes ``n-1`` ranks, every ``g``-th time between boxes; one that
-    begins farthest from the network waits there for those ahead of it (rings as in [P] of
-    ``one_dimension``; ports as NVIDIA's *NCCL* forms its channels).
+    Each of the ``g`` rings takes ``1/g`` of the bytes and leaves a box at a different rank, so that
+    all network ports are busy; ``n = g N`` ranks in all, messages of ``m`` bytes. The largest of
+    three bounds applies: the network port sends ``n-1`` messages, the port inside the box
+    ``(g-1)(n-1)``, and a message passes ``n-1`` ranks, crossing boxes every ``g``-th time; a
+    message that starts farthest from the network waits there for those ahead of it (rings as in [P]
+    of ``one_dimension``; ports as in the channels of NVIDIA's *NCCL*).
     """
     if len(dims) != 2 or any(d.kind not in ("switch", "fat_tree") for d in dims):
         return None
@@ -248,7 +248,7 @@ def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | No
     inside, step = message / inner.rate, inner.latency + message / inner.rate
     across = message / port
     hop = outer.latency * (2 if leaves(outer) > 1 else 1)
-    # Share of the hops between boxes that also leave their leaf switch: a second latency each.
+    # Fraction of the hops between boxes that also leave their leaf switch: a second latency each.
     spine = leaves(outer) / outer.size if leaves(outer) > 1 else 0.0
     # Bound of the ports. A port inside carries the edges of all rings but the one that leaves the
     # box at its rank.
@@ -264,11 +264,11 @@ def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | No
 
 
 def direct_over(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | None:
-    """All-to-all in one go: inside to the rank with the receiver's number, then across.
+    """All-to-all in one step: inside to the rank with the receiver's number, then across.
 
-    Every switched dimension carries all blocks whose receiver differs in it, at the same time, each
-    as in :func:`~.one_dimension.direct`; the outermost begins with the blocks that it alone
-    carries, and is idle if those from inside are not there yet when it has sent them.
+    Every switched dimension carries all blocks whose receiver differs in it, concurrently, each as
+    in :func:`~.one_dimension.direct`. The outermost starts with the blocks that need no other
+    dimension, and then idles until those from inside arrive.
     """
     if kind != "all_to_all" or any(d.kind not in ("switch", "fat_tree") for d in dims):
         return None

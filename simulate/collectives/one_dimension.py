@@ -3,8 +3,8 @@
 Every function takes a dimension and the bytes that each rank contributes, and returns ``(latency,
 transfer)`` in seconds: time that does not depend on the bytes, and time that does. In the formulas
 ``n`` is the size of the dimension, ``b`` the bytes of a rank, ``B`` its bandwidth, ``a`` its
-latency, ``c`` the number of chunks of a pipeline. The caller adds the launch cost. The closed forms
-are checked against the simulation of every message (docs/clusters.md).
+latency, ``c`` the number of pipeline chunks. The caller adds the launch cost. The closed forms are
+checked against a message-level simulation (docs/clusters.md).
 
 Sources: [T] Thakur, Rabenseifner, Gropp, *Optimization of Collective Communication Operations in
 MPICH*, IJHPCA 19 (2005); [P] Patarasuk, Yuan, *Bandwidth optimal all-reduce algorithms for clusters
@@ -24,10 +24,10 @@ from .trees import Cost, chunk_count, flow_rate, leaves, shard_bytes, tree
 
 
 def _passed_on(dim: Dimension, edges: int, size: float) -> Cost:
-    """Messages that every rank forwards, ``edges`` times in all.
+    """Time of messages that every rank forwards, ``edges`` times in all.
 
-    Every ``radix``-th edge crosses between leaves of a fat tree and costs two latencies. Where that
-    edge is slower than the others, messages may queue at it; the later of the two cases counts.
+    Every ``radix``-th edge crosses between leaves of a fat tree and costs two latencies. If that
+    edge is slower than the others, messages may queue at it; the slower of the two cases counts.
     """
     rate = flow_rate(dim)
     if leaves(dim) == 1:
@@ -37,10 +37,10 @@ def _passed_on(dim: Dimension, edges: int, size: float) -> Cost:
     whole, rest = divmod(edges, dim.size)
     far = whole * leaves(dim) + ceil(rest / dim.radix)
     latency = (edges + far) * dim.latency
-    # Without queueing a message pays each edge at that edge's own rate.
+    # Without queueing a message pays each edge at that edge's rate.
     travel = far * size / rate + (edges - far) * size / dim.rate
     # With queueing the uplink is busy throughout, and all but two of the latencies pass while it
-    # sends; the factor is 0 where the uplink is as fast as a port and nothing queues.
+    # sends; the factor is 0 if the uplink is as fast as a port and nothing queues.
     return latency, max(
         travel, edges * size / rate - (latency - 2 * dim.latency) * (rate < dim.rate)
     )
@@ -52,8 +52,8 @@ def ring(kind: str, dim: Dimension, size: float) -> Cost | None:
     - all-gather ``(n-1) a + (n-1) b / B``, reduce-scatter ``(n-1) a + (n-1)/n b / B``, all-reduce
       one after the other: ``2 (n-1) a + 2 (n-1)/n b / B`` [P, T];
     - broadcast, a pipelined chain: ``(n-1) a + (n-2+c)/c b / B`` [C];
-    - all-to-all on a physical ring, blocks handed on both ways round: in step ``k`` those for ranks
-      at distance ``k`` or more; ``floor(n/2) a + floor(n^2/4) b/n / B``, the load of its links.
+    - all-to-all on a physical ring, blocks forwarded in both directions: in step ``k`` those for
+      ranks at distance ``k`` or more; ``floor(n/2) a + floor(n^2/4) b/n / B``, the load of a link.
     """
     n, rate = dim.size, flow_rate(dim)
     if kind in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -66,7 +66,7 @@ def ring(kind: str, dim: Dimension, size: float) -> Cost | None:
         # Edges inside a leaf run at the port's rate, not at the slower uplink's.
         near = (n - leaves(dim)) * (1 / dim.rate - 1 / rate) if leaves(dim) > 1 else 0.0
         return latency, ((n - 2 + chunks) / rate + near) * size / chunks
-    # Without physical neighbours an all-to-all goes directly; see :func:`direct`.
+    # Without physical neighbours an all-to-all is direct; see :func:`direct`.
     if kind == "all_to_all" and dim.kind == "ring":
         return n // 2 * dim.latency, (n * n // 4) * size / n / rate
     return None
@@ -78,11 +78,11 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
     All-gather ``a + (n-1) b / B``, reduce-scatter and all-to-all ``a + (n-1)/n b / B``, all-reduce
     as reduce-scatter and all-gather, broadcast ``a + (n-1) b / B`` from the root's links [T, long
     messages; C]. Between leaves of a fat tree with ``r`` ranks each, the links to the spine are
-    busy for ``(n-r) oversubscription`` blocks where a rank's own are for ``n-1``; ranks whose sums
-    are complete early then save one block, or one latency if that is less.
+    busy for ``(n-r) oversubscription`` blocks, a rank's port for ``n-1``; ranks whose sums are
+    complete early then save one block, or one latency if that is less.
     """
     n = dim.size
-    # Rings and tori have links to neighbours alone: a direct exchange would be forwarded.
+    # Rings and tori only have links to neighbours: a direct exchange would be forwarded.
     if dim.kind in ("ring", "torus") or kind not in DIRECT_KINDS:
         return None
     far = leaves(dim) > 1
@@ -91,12 +91,12 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
         # Copies for all other leaves share the uplinks of the root's leaf.
         beyond = (n - dim.radix) * size / flow_rate(dim) if far else 0.0
         return step, max((n - 1) * size / dim.rate, beyond)
-    # The busier of a rank's own port and its share of the uplinks, in blocks at the port's rate.
+    # The busier of a rank's port and its share of the uplinks, in blocks at the port's rate.
     blocks = max(n - 1.0, (n - dim.radix) * dim.oversubscription if far else 0.0)
     block = shard_bytes(kind, dim, size) / dim.rate
     if kind != "all_reduce":
         return step, blocks * block
-    # Nothing queues at the spine, so that all ranks begin the all-gather together.
+    # Nothing queues at the spine, so that all ranks start the all-gather together.
     if dim.oversubscription == 1 or not far or dim.radix == 1:
         return 2 * step, 2 * blocks * block
     return 2 * step, max((2 * blocks - 1) * block, 2 * blocks * block - dim.latency)
@@ -109,8 +109,8 @@ DIRECT_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "bro
 def one_shot(kind: str, dim: Dimension, size: float) -> Cost | None:
     """All-reduce of small messages: gather every buffer, add locally; ``a + (n-1) b / B``.
 
-    One latency instead of two, for ``n/2`` times the bytes of a ring: the form of the "one-shot"
-    all-reduce kernels of inference frameworks.
+    One latency instead of two, for ``n/2`` times the bytes of a ring: the "one-shot" all-reduce
+    kernels of inference frameworks.
     """
     return direct("all_gather", dim, size) if kind == "all_reduce" else None
 
@@ -121,7 +121,7 @@ def halving_doubling(kind: str, dim: Dimension, size: float) -> Cost | None:
     Reduce-scatter exchanges ``b/2`` with the nearest partner, then ``b/4`` at twice the distance,
     and so on; all-gather goes the other way; all-reduce is both: ``2 log2(n) a + 2 (n-1)/n b / B``
     on a switch. A fully connected dimension has one of its ``n-1`` links in use at a time; on
-    oversubscribed trees the partners would queue, and this is not offered.
+    oversubscribed trees the partners would queue, so the algorithm is not offered.
     """
     n = dim.size
     whole = {"all_reduce": size, "reduce_scatter": size, "all_gather": n * size}.get(kind)
@@ -132,7 +132,7 @@ def halving_doubling(kind: str, dim: Dimension, size: float) -> Cost | None:
     # leaves; the order does not change the sum on a switch.
     while distance < n:
         near = leaves(dim) == 1 or distance < dim.radix
-        # Of a fully connected dimension only the link to the current partner is in use.
+        # In a fully connected dimension only the link to the current partner is in use.
         rate = dim.rate / (n - 1) if dim.kind == "fully_connected" else dim.rate
         latency += dim.latency * (1 if near else 2)
         moved += whole / (2 * distance) / rate
@@ -144,12 +144,12 @@ def halving_doubling(kind: str, dim: Dimension, size: float) -> Cost | None:
 def in_network(kind: str, dim: Dimension, size: float) -> Cost | None:
     """All-reduce (and broadcast) inside the switches.
 
-    - ``tree``: chunks go up the tree of switches, which add them up, and down again [G]. With the
-      times of a chunk on each link in a row ``s_i``: ``sum s_i + (c-1) max s_i`` and one latency
-      through the tree.
-    - ``multicast``: each rank owns ``1/n`` of the buffer, reads the sum of it from the switch, and
-      writes it to all through the switch, so that a link carries ``b`` and ``b/n`` each way. With
-      chunks of ``m = b/c`` bytes, writes of one beside reads of the next: ``2 a + (1 + 1/n) (c+1)
+    - ``tree``: chunks go up the tree of switches, which add them up, and down again [G]. With
+      successive link times ``s_i`` of a chunk: ``sum s_i + (c-1) max s_i`` and one latency through
+      the tree.
+    - ``multicast``: each rank owns ``1/n`` of the buffer, reads its sum from the switch, and writes
+      it to all through the switch, so that a link carries ``b`` and ``b/n`` each way. With chunks
+      of ``m = b/c`` bytes, writes of one overlapping reads of the next: ``2 a + (1 + 1/n) (c+1)
       m/B``, and for one chunk the later of its first and last owner, ``max(a + (2 + 1/n) m/B, 2 a +
       (1 + 3/n) m/B)`` (Ishii and Wells, *The NVLink-Network Switch*, Hot Chips 34, 2022).
     """
@@ -240,15 +240,15 @@ IN_DIMENSION: dict[str, Callable[[str, Dimension, float], Cost | None]] = {
 
 
 def allowed(kind: str, dim: Dimension, size: float) -> dict[str, Cost]:
-    """Return the costs of the algorithms that the dimension's library has for ``kind``, by name."""
+    """Costs of the algorithms for ``kind`` in the dimension's library, by name."""
     every = {name: cost(kind, dim, size) for name, cost in IN_DIMENSION.items()}
     costs = {name: cost for name, cost in every.items() if cost is not None}
     # A list such as [ring, tree] does not cover an all-to-all: then any algorithm counts, because
-    # the library must have one and refusing would leave the collective without a price.
+    # the library must have one, and rejecting it would leave the collective without a cost.
     own = {name: cost for name, cost in costs.items() if name in dim.algorithms}
     return own or costs
 
 
 def fastest(kind: str, dim: Dimension, size: float) -> tuple[str, Cost]:
-    """Return the fastest of :func:`allowed`, and its cost."""
+    """The fastest of :func:`allowed`, and its cost."""
     return min(allowed(kind, dim, size).items(), key=lambda item: sum(item[1]))

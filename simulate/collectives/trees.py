@@ -7,25 +7,25 @@ from math import ceil, log2
 
 from ..clusters.topology import Dimension
 
-#: Largest group whose tree is followed rank by rank, which costs time in proportion to its ranks;
-#: beyond it the closed form for powers of two serves all sizes (engineering choice).
+#: Largest group whose tree is simulated rank by rank, at a cost proportional to its ranks; larger
+#: ones use the closed form for powers of two (engineering choice).
 MOST_FOLLOWED = 256
 
 
 def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
-    """Trees, on switches and fat trees that are not oversubscribed.
+    """Trees, on switches and fat trees without oversubscription.
 
     - Broadcast along a binomial tree: ``ceil(log2 n) (a + b / B)`` for powers of two [T]. Rank
       ``i`` is reached after as many sends as ``i`` has binary digits, and after one latency for
       each digit that is 1.
     - All-reduce along two binary trees with half of the bytes each, up and down; a rank that has
       children in one is a leaf in the other, so that all send and receive equally [S]. The first
-      chunk is followed up and down, child by child; each further one adds twice a chunk's time.
+      chunk is simulated up and down, child by child; each further one adds twice a chunk's time.
       For powers of two with ``h = log2 n``, ``2 h a + (2c+2h-3)/c b / B`` on a switch; beyond
-      :data:`MOST_FOLLOWED` ranks this serves all sizes, with two latencies between leaves.
+      :data:`MOST_FOLLOWED` ranks this applies to all sizes, with two latencies between leaves.
     """
-    # Many flows of a tree share the uplinks of an oversubscribed leaf, which no closed form here
-    # covers; the algorithm is not offered there.
+    # Many flows of a tree share the uplinks of an oversubscribed leaf, for which there is no closed
+    # form here; the algorithm is not offered there.
     if dim.kind not in ("switch", "fat_tree") or dim.oversubscription > 1:
         return None
     radix = dim.radix if leaves(dim) > 1 else 0
@@ -52,7 +52,7 @@ def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
 
 @cache
 def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
-    """Return, for each number of sends that reaches a rank, the most latencies on the way."""
+    """For each number of sends that reaches a rank, the maximum number of latencies on the way."""
     hops, most = [0] * n, dict[int, int]()
     for i in range(1, n):
         # The parent of rank i is i without its highest bit.
@@ -63,10 +63,10 @@ def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
     return list(most.items())
 
 
-# Groups repeat within a sweep, and following a tree costs more than every formula.
+# Groups repeat within a sweep, and simulating a tree costs more than any formula.
 @lru_cache(maxsize=4096)
 def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
-    """Return the seconds of half a chunk, ``time`` on a link, up and down the slower tree."""
+    """Seconds of half a chunk, ``time`` on a link, up and down the slower of the two trees."""
     parents = binary_tree(n)
     children: list[list[int]] = [[] for _ in range(n)]
     for place, parent in enumerate(parents):
@@ -77,7 +77,7 @@ def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
     for place in order:
         order += children[place]
 
-    # The second tree is the first one moved on by one rank, so that leaves and interiors swap.
+    # The second tree is the first one shifted by one rank, so that leaves and interiors swap.
     def one(shift: int) -> float:
         def hop(a: int, b: int) -> float:
             far = radix and (a + shift) % n // radix != (b + shift) % n // radix
@@ -100,17 +100,17 @@ def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
 
 
 def binary_tree(n: int) -> list[int]:
-    """Return the parents of ``n`` places, -1 for the root: ``n-1`` above an in-order binary tree.
+    """Parents of ``n`` places, -1 for the root: place ``n-1`` above an in-order binary tree.
 
-    Places with even numbers below ``n-1`` have no children; moved on by one, the tree has its
-    leaves where the other one has none [S].
+    Places with even numbers below ``n-1`` have no children; shifted by one, the tree has its leaves
+    where the other one has none [S].
     """
     parents = [-1] * n
 
     def grow(low: int, high: int, parent: int) -> None:
         if low < high:
             # The left subtree is complete, with 2^k - 1 places, so that interior nodes fall on odd
-            # places and the tree moved on by one is complementary.
+            # places and the shifted tree is complementary.
             middle = low + (1 << ((high - low).bit_length() - 1)) - 1
             parents[middle] = parent
             grow(low, middle, middle)
@@ -124,43 +124,43 @@ def binary_tree(n: int) -> list[int]:
 Cost = tuple[float, float]
 
 
-#: Bytes of a chunk of a pipeline: one of the 8 slots (``NCCL_STEPS``) of NCCL's buffer, which is
+#: Bytes of a pipeline chunk: one of the 8 slots (``NCCL_STEPS``) of NCCL's buffer, which is
 #: 4 MiB by default (``NCCL_BUFFSIZE`` in NCCL's user guide).
 CHUNK_BYTES = 2.0**19
 
 
-#: With this many chunks each further stage of a pipeline adds 1/64 of the transfer, less than 2 %;
-#: more of them would only make the message-level reference slower (engineering choice).
+#: With this many chunks each further pipeline stage adds 1/64 of the transfer, less than 2 %; more
+#: chunks would only make the message-level reference slower (engineering choice).
 MOST_CHUNKS = 64
 
 
-#: Below this many chunks a pipeline gains too little and the buffer is sent whole (engineering
+#: With fewer chunks a pipeline gains too little and the buffer is sent whole (engineering
 #: estimate; not fitted).
 LEAST_CHUNKS = 4
 
 
 def chunk_count(size: float) -> int:
-    """Return the number of chunks into which a pipeline cuts ``size`` bytes."""
+    """Number of chunks into which a pipeline splits ``size`` bytes."""
     chunks = min(ceil(size / CHUNK_BYTES), MOST_CHUNKS)
     return chunks if chunks >= LEAST_CHUNKS else 1
 
 
 def leaves(dim: Dimension) -> int:
-    """Return the number of leaf switches of a fat tree; 1 for every other kind."""
+    """Number of leaf switches of a fat tree; 1 for every other kind."""
     return dim.size // dim.radix if dim.kind == "fat_tree" else 1
 
 
 def shard_bytes(kind: str, dim: Dimension, size: float) -> float:
-    """Return one rank's share: its contribution to a gather, else ``1/n`` of the buffer."""
+    """One rank's share: its contribution to a gather, otherwise ``1/n`` of the buffer."""
     return size if kind == "all_gather" else size / dim.size
 
 
 def flow_rate(dim: Dimension) -> float:
-    """Return the bytes/s of a flow from each rank to its neighbour in a ring over all ranks.
+    """Bytes/s of a flow from each rank to its neighbour in a ring over all ranks.
 
-    A physical ring sends half of the bytes in each direction, so that its full rate counts. A fully
+    A physical ring sends half of the bytes in each direction, so its full rate counts. A fully
     connected dimension uses one link of ``n - 1``. Of a leaf's ranks only one has its neighbour
-    under another leaf, so that the links to the spine carry a single flow.
+    under another leaf, so the links to the spine carry a single flow.
     """
     if dim.kind == "fully_connected":
         return dim.rate / max(dim.size - 1, 1)

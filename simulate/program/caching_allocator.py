@@ -1,27 +1,26 @@
 """PyTorch's caching allocator for device memory, replayed block by block.
 
-The rules and their constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its default
-settings (no expandable segments, no limit of splitting), which AMD's builds share: sizes are
-rounded, a freed block is kept, merged with its free neighbours and given to the next request that
-it fits best.
+The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings
+(no expandable segments, no limit of splitting), which AMD's builds share: sizes are rounded; a
+freed block is kept, merged with its free neighbours, and reused for the request it fits best.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-#: Sizes are multiples of it (``kMinBlockSize``).
+#: Sizes are multiples of this many bytes (``kMinBlockSize``).
 BLOCK = 512
-#: Largest size of the pool of small blocks (``kSmallSize``); the least of a large block's rest
-#: that is split off.
+#: Largest size in the pool of small blocks (``kSmallSize``); remainders of large blocks are split
+#: off above this size.
 SMALL = 1 << 20
-#: What is asked of the driver for small blocks (``kSmallBuffer``).
+#: Segment size for small blocks (``kSmallBuffer``).
 SMALL_SEGMENT = 2 << 20
-#: Sizes of at least this have segments of their own (``kMinLargeAlloc``).
+#: Sizes of at least this get separate segments (``kMinLargeAlloc``).
 LARGE = 10 << 20
-#: What is asked of the driver for blocks between these (``kLargeBuffer``).
+#: Segment size for blocks between these (``kLargeBuffer``).
 LARGE_SEGMENT = 20 << 20
-#: Segments of large blocks are multiples of it (``kRoundLarge``).
+#: Segments of large blocks are multiples of this (``kRoundLarge``).
 ROUND_LARGE = 2 << 20
 
 
@@ -32,10 +31,10 @@ class Block:
         size: Bytes.
         small: Whether it belongs to the pool of small blocks.
         segment: Bytes of its segment.
-        address: Tells blocks of one size apart.
-        free: Whether nobody has it.
-        before: Its neighbour in the segment.
-        after: The other one.
+        address: Address, which distinguishes blocks of one size.
+        free: Whether it is not in use.
+        before: Previous block in the segment.
+        after: Next block in the segment.
     """
 
     __slots__ = ("address", "after", "before", "free", "segment", "size", "small")
@@ -48,26 +47,26 @@ class Block:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Order of best fit."""
+        """Sort key of the best-fit search."""
         return self.size, self.address
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of its segment."""
+        """Whether it is the whole segment."""
         return self.size == self.segment
 
 
 class CachingAllocator:
-    """Blocks of one stream of one device.
+    """Allocator for one stream of one device.
 
     Attributes:
         allocated: Bytes of blocks in use, as ``torch.cuda.memory_allocated`` counts them.
         reserved: Bytes of segments, as ``torch.cuda.memory_reserved`` counts them.
-        pinned: Bytes of segments with a block in use: what is left when the allocator gives free
-            segments back, as it does before it runs out of memory.
-        peak_allocated: The most of ``allocated``.
-        peak_reserved: The most of ``reserved``.
-        peak_pinned: The most of ``pinned``.
+        pinned: Bytes of segments with a block in use, which remain when the allocator returns free
+            segments to the driver, as it does before it runs out of memory.
+        peak_allocated: Maximum of ``allocated``.
+        peak_reserved: Maximum of ``reserved``.
+        peak_pinned: Maximum of ``pinned``.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class CachingAllocator:
         self._end = 0
 
     def allocate(self, size: int) -> Block:
-        """Take a block of at least so many bytes."""
+        """Allocate a block of at least ``size`` bytes."""
         size = max(BLOCK, -(-size // BLOCK) * BLOCK)
         small = size <= SMALL
         block = self._best(size, small) or self._segment(size, small)
@@ -95,7 +94,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: Block) -> None:
-        """Give a block back; it is kept for later requests."""
+        """Free a block, which is kept for later requests."""
         self.allocated -= block.size
         block.free = True
         for other in (block.before, block.after):
@@ -131,7 +130,7 @@ class CachingAllocator:
         self._keep(rest)
 
     def _merge(self, block: Block, other: Block) -> None:
-        """Make a free neighbour part of a block."""
+        """Merge a free neighbour into a block."""
         pool = self._free[other.small]
         del pool[bisect_left(pool, other.key)]
         del self._blocks[other.address]

@@ -1,4 +1,4 @@
-"""List scheduling: which nodes may run once others are done, and when kernels run on workers.
+"""List scheduling: dependency counting, and the placement of kernels on workers.
 
 A GPU or TPU core runs a program's kernels one after another; a CPU runs independent ones on several
 threads. Kernels are taken in schedule order, and each starts as soon as its operands are ready and
@@ -15,10 +15,10 @@ import numpy as np
 
 
 class Dependencies:
-    """Counts what each node still waits for (the bookkeeping of Kahn, CACM 5, 1962).
+    """Counts the operands that each node still waits for (Kahn, CACM 5, 1962).
 
     Args:
-        operands: For each node, the nodes that it needs; one named twice counts twice.
+        operands: For each node, the nodes that it needs; one listed twice counts twice.
     """
 
     def __init__(self, operands: Sequence[Iterable[int]]) -> None:
@@ -31,7 +31,7 @@ class Dependencies:
                 self._waiting[node] += 1
 
     def ready(self) -> list[int]:
-        """Return the nodes that wait for nothing, in program order."""
+        """Nodes without operands, in program order."""
         return [node for node, count in enumerate(self._waiting) if not count]
 
     def finish(self, node: int) -> list[int]:
@@ -81,8 +81,8 @@ def list_schedule(
         durations: Seconds of each kernel, all executions included, shape ``(n_kernels,)``.
         operands: Positions of the earlier kernels that each one reads; later ones (loop carries)
             are ignored.
-        workers: Workers of the device.
-        channel: Which kernels take the single communication channel instead of a worker.
+        workers: Number of workers of the device.
+        channel: Which kernels use the single communication channel instead of a worker.
 
     Returns:
         The timeline. Its makespan lies between the critical path and the sum of durations.
@@ -112,5 +112,5 @@ def list_schedule(
 def critical_path(
     durations: Sequence[float] | np.ndarray, operands: Sequence[Sequence[int]]
 ) -> float:
-    """Return the longest chain of dependent kernels, in seconds: a bound for any worker count."""
+    """Longest chain of dependent kernels in seconds: a lower bound for any number of workers."""
     return list_schedule(durations, operands, workers=len(durations)).makespan

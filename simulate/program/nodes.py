@@ -1,10 +1,10 @@
-"""Nodes of a partitioned program: kernels that compute, and collectives that wait for partners.
+"""Nodes of a partitioned program: kernels that compute, and collectives among devices.
 
-For programs that come unoptimised, collectives are combined as XLA's GPU and TPU compilers do:
-those of one kind over the same devices as long as none depends on another and their sum stays below
-a threshold (XLA's AllReduceCombiner, AllGatherCombiner and ReduceScatterCombiner). Earlier passes,
-such as the creation of reduce-scatters from all-reduces, are in
-:mod:`opcast.features.lowering.xla_collectives`; running collectives beside the computation
+In unoptimised programs, collectives are combined as XLA's GPU and TPU compilers do: those of one
+kind over the same devices as long as none depends on another and their sum stays below a threshold
+(XLA's AllReduceCombiner, AllGatherCombiner and ReduceScatterCombiner). Earlier passes, such as the
+creation of reduce-scatters from all-reduces, are in
+:mod:`opcast.features.lowering.xla_collectives`; the overlap of collectives with computation
 (AsyncCollectiveCreator, LatencyHidingScheduler) is up to :mod:`~opcast.simulate.program.streams`.
 """
 
@@ -27,10 +27,10 @@ class Collective:
     Attributes:
         kind: Name as in :data:`~opcast.simulate.collectives.choose.COLLECTIVES`.
         size: Bytes that each rank contributes.
-        group: Ranks; one group stands for all.
+        group: Ranks of the representative group.
         waits: Whether the device blocks on it at its place in the schedule.
-        groups: All groups; for transfers from device to device, pairs of source and target.
-        reduction: Element type and op of a reduction, ``None`` for what reduces nothing.
+        groups: All groups; for device-to-device transfers, pairs of source and target.
+        reduction: Element type and op of a reduction; ``None`` for other collectives.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Collective:
 
     @property
     def whole(self) -> float:
-        """Bytes of the whole buffer: what a gather results in, what others take, as NCCL counts."""
+        """Bytes of the whole buffer as NCCL counts: the result of a gather, or the input."""
         return self.size * (len(self.group) if self.kind == "all_gather" else 1)
 
 
@@ -57,8 +57,8 @@ class Node:
         seconds: Computation, all executions; 0 for collectives and for kernels that take no time.
         collective: The collective, if it is one.
         result_bytes: Bytes that it writes.
-        times: Executions (the trip count of its loops).
-        members: Positions of the kernels that it stands for.
+        times: Number of executions (the trip count of its loops).
+        members: Positions of the kernels that it represents.
         done: Whether it is the ``done`` half of an asynchronous pair, which only waits.
     """
 
@@ -76,12 +76,12 @@ class Node:
 def program_nodes(
     kernels: Sequence[Kernel], seconds: Sequence[float], devices: int, *, scheduled: bool
 ) -> list[Node]:
-    """Make nodes of lowered kernels.
+    """Convert lowered kernels to nodes.
 
     Args:
         kernels: Kernels in program order.
         seconds: Seconds of one execution of each; collectives' are ignored.
-        devices: Devices of the program, which is what empty replica groups mean.
+        devices: Number of devices of the program, which empty replica groups refer to.
         scheduled: Whether the order is the target's schedule. If so, a collective that is not a
             start/done pair, or is marked ``is_sync``, blocks the device.
 
@@ -132,18 +132,18 @@ def _collective(kernel: Kernel, devices: int, *, scheduled: bool) -> Collective 
 
 
 def _reduction(kernel: Kernel) -> tuple[str, str] | None:
-    """Return element type and op of a reduction; one of several ops has the kernel's own name."""
+    """Element type and op of a reduction; the kernel's name in place of several ops."""
     if not kernel.op.called:
         return None
     only = kernel.body.computations[kernel.op.called[0]].only_op
     if only is None:
-        # Other collectives are left alone: XLA combines none of these.
+        # A unique key, so that these are never combined: XLA combines none of them.
         return kernel.op.type.dtype, kernel.name
     return only.type.dtype, only.opcode
 
 
 def _groups(kernel: Kernel, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return all groups in the order of the program; ``group`` if it names none."""
+    """All groups in program order; ``group`` alone if the program lists none."""
     attrs = kernel.op.attrs
     named = attrs.get("source_target_pairs") or attrs.get("replica_groups") or (group,)
     return tuple(tuple(int(d) for d in g) for g in named)
@@ -164,7 +164,7 @@ def _partners(kernel: Kernel, devices: int) -> tuple[int, ...]:
 
 
 def _chain(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the ranks of a permutation's longest chain, in the order in which data moves."""
+    """Ranks of a permutation's longest chain, in the order in which data moves."""
     ahead = {a: b for a, b in pairs if a != b}
     best: tuple[int, ...] = ()
     for first in ahead:
@@ -190,7 +190,7 @@ def _is_sync(kernel: Kernel) -> bool:
 
 
 def check_devices(nodes: Sequence[Node], size: int) -> None:
-    """Refuse a program that was partitioned for more devices than there are.
+    """Reject a program that was partitioned for more devices than the cluster has.
 
     Raises:
         ProgramError: A collective names a rank that the cluster lacks.
@@ -204,8 +204,8 @@ def check_devices(nodes: Sequence[Node], size: int) -> None:
             )
 
 
-#: Bytes up to which collectives are combined: XLA's defaults on GPUs, ``kDefault…CombineThreshold``
-#: in ``xla/service/collective_utils.h``, without their 7 odd bytes.
+#: Maximum bytes of combined collectives: XLA's defaults on GPUs, ``kDefault…CombineThreshold`` in
+#: ``xla/service/collective_utils.h``, without their 7 odd bytes.
 THRESHOLDS = {
     "all_reduce": 30.0 * 2**20,
     "all_gather": 30.0 * 2**20,
@@ -222,12 +222,12 @@ def combine_all(nodes: Sequence[Node]) -> list[Node]:
 
 
 def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
-    """Combine collectives of a kind, and of one reduction if they reduce, over the same devices.
+    """Combine collectives of one kind over the same devices with the same reduction.
 
     Args:
         nodes: Nodes in topological order.
         kind: Kind of the collectives to combine.
-        threshold: Most bytes that a combined one may return; larger ones stay as they are.
+        threshold: Maximum result bytes of a combined one; larger ones stay as they are.
     """
     below = _below(nodes)
     target = list(range(len(nodes)))
@@ -255,7 +255,7 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
 
 
 def _bytes(node: Node) -> float:
-    # Bytes of the result, which is what XLA's thresholds count.
+    # Bytes of the result, which XLA's thresholds count.
     assert node.collective is not None
     many = len(node.collective.group)
     return node.collective.size * {"all_gather": many, "reduce_scatter": 1 / many}.get(
@@ -264,7 +264,7 @@ def _bytes(node: Node) -> float:
 
 
 def _below(nodes: Sequence[Node]) -> list[int]:
-    """Return the transitive operands of each node, itself included, as a bit set."""
+    """Transitive operands of each node, itself included, as a bit set."""
     # Python's integers as bit sets: one word operation per 30 nodes makes the closure of programs
     # with thousands of nodes affordable.
     below: list[int] = []
@@ -277,13 +277,13 @@ def _below(nodes: Sequence[Node]) -> list[int]:
 
 
 def _needs(below: Sequence[int], members: Sequence[int], place: int) -> bool:
-    """Whether the node needs a member, or the members, combined as they are, need the node."""
+    """Whether the node needs a member, or the combined members need the node."""
     mask = sum(1 << m for m in members)
     return bool(below[place] & mask) or any(below[m] >> place & 1 for m in members)
 
 
 def _join(below: list[int], members: Sequence[int]) -> None:
-    """Extend the closure: whatever needs one member now needs all that any of them needs."""
+    """Extend the closure: a node that needs one member now needs the operands of all of them."""
     mask, everything = sum(1 << m for m in members), 0
     for m in members:
         everything |= below[m]
@@ -326,7 +326,7 @@ def _merged(nodes: Sequence[Node], members: Sequence[int], target: Sequence[int]
 
 
 def _ordered(merged: dict[int, Node], rank: dict[int, int]) -> list[int]:
-    """Return a topological order, lowest rank first (Kahn, CACM 5, 1962)."""
+    """Topological order, lowest rank first (Kahn, CACM 5, 1962)."""
     nodes = list(merged)
     place = {to: i for i, to in enumerate(nodes)}
     waits = Dependencies([[place[o] for o in node.operands] for node in merged.values()])

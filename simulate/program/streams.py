@@ -1,6 +1,6 @@
-"""Two streams of one device: computation in order, collectives beside it, links shared.
+"""Two streams of one device: computation in order, and concurrent collectives that share links.
 
-Collectives that overlap in time and share links each progress at a share of their rate (a fluid
+Collectives that overlap in time and share links each progress at a fraction of their rate (a fluid
 model with fair shares: Bertsekas and Gallager, Data Networks, 1992, on max-min fairness);
 collectives over the same devices run one after another, as in one communicator.
 """
@@ -17,8 +17,8 @@ import numpy as np
 from .list_schedule import Dependencies
 from .nodes import Node
 
-#: Times closer than this share of the total count as equal on the critical path: start and end of
-#: adjacent nodes differ by rounding.
+#: Times closer than this fraction of the total count as equal on the critical path: start and end
+#: of adjacent nodes differ by rounding.
 _SAME = 1e-9
 
 
@@ -44,7 +44,7 @@ class StreamRun:
 
     @property
     def exposed(self) -> float:
-        """Time that the device loses to collectives: it waits, or computes on fewer cores."""
+        """Time lost to collectives, because the device waits or computes on fewer cores."""
         return max(0.0, self.makespan - self.compute)
 
 
@@ -56,17 +56,17 @@ def run_streams(
     scheduled: bool,
     contention: float = 0.0,
 ) -> StreamRun:
-    """Run a program.
+    """Simulate a program.
 
     Args:
         nodes: Nodes in the order in which the device runs or issues them.
         transfer: Seconds of each node's collective when it runs alone; 0 for others.
         links: Links that each node's collective uses.
         scheduled: Whether everything runs at its place in the order. Otherwise collectives are
-            issued as soon as their operands are ready, and of the kernels that are ready the
-            earliest runs first, as XLA's LatencyHidingScheduler aims for.
-        contention: Share of a device that a collective takes from what runs beside it, 0 to 1, as
-            of :class:`~opcast.simulate.step.costs.Costs`.
+            issued as soon as their operands are ready, and of the ready kernels the earliest runs
+            first, which XLA's LatencyHidingScheduler aims for.
+        contention: Fraction of a device that a collective takes from concurrent kernels, 0 to 1,
+            as in :class:`~opcast.simulate.step.costs.Costs`.
 
     Raises:
         ValueError: Nodes wait for one another.
@@ -132,7 +132,7 @@ class _Run:
         """Issue nodes in order; between two, let collectives progress."""
         for place, node in enumerate(self.nodes):
             for operand in node.operands:
-                # Blocks only on what is read: issuing a collective does not wait for its end.
+                # Blocks only when a result is read: issuing a collective does not wait for its end.
                 self._wait_for(operand)
             if node.collective:
                 self._issue(place)
@@ -163,7 +163,7 @@ class _Run:
             self._advance(np.inf)
 
     def _compute(self, seconds: float) -> None:
-        """Let a kernel run; while a collective is in progress, it has fewer cores."""
+        """Run a kernel, which has fewer cores while a collective is in progress."""
         rate = 1.0 - self.contention
         while self.left and seconds > 0.0 and rate < 1.0:
             slow = self._slowness()
@@ -176,7 +176,7 @@ class _Run:
         self._advance(self.now + seconds)
 
     def _advance(self, until: float) -> None:
-        """Let time pass up to ``until``, or, if that is infinite, until a collective ends."""
+        """Advance time to ``until``, or, if that is infinite, to the end of a collective."""
         while self.left:
             # Shares change only when a collective ends, so time moves from end to end.
             slow = self._slowness()
@@ -199,9 +199,9 @@ class _Run:
             self.now = max(self.now, until)
 
     def _slowness(self) -> dict[int, int]:
-        """Return the factor by which each collective is slowed: users of its busiest link."""
-        # An equal share of the busiest link. Unlike true max-min fairness it does not hand on what
-        # another collective, held up elsewhere, leaves unused, so it errs on the slow side.
+        """Factor by which each collective is slowed: the number of users of its busiest link."""
+        # An equal share of the busiest link. Unlike true max-min fairness it does not redistribute
+        # what another collective, limited elsewhere, leaves unused, so it errs on the slow side.
         users: dict[Hashable, int] = {}
         for place in self.left:
             for link in self.links[place]:
@@ -229,7 +229,7 @@ class _Run:
         )
 
     def _critical(self, makespan: float) -> list[int]:
-        """Walk back from the last end: a node is followed by one that ended when it began."""
+        """Walk back from the last end: the predecessor of a node ended when it began."""
         if not len(self.nodes):
             return []
         slack = _SAME * makespan

@@ -1,7 +1,7 @@
 """Fleets over days: pools of replicas that autoscale, start, get interrupted, and share devices.
 
 A fluid model: in every time step the replicas of a model serve the requests that arrived or waited,
-up to their capacity. The behaviour of a replica at a given utilization comes from simulated runs
+up to their capacity. The behaviour of a replica at a given utilisation comes from simulated runs
 (:class:`Curve`).
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from .pools import PLACES, Nodes, Pool
 
-#: Requests over whose arrival utilization is averaged before it is looked up. The curves already
+#: Requests over whose arrival utilisation is averaged before it is looked up. The curves already
 #: contain random arrivals, which shorter windows would count twice (3 % of 1000 requests).
 _COUNTED = 1000
 #: Tolerance against rounding in ``ceil`` and comparisons.
@@ -32,7 +32,7 @@ class Played:
         arrived: Requests of each model that arrived, shape ``(models, steps)``, as the next five.
         served: Requests that engines accepted, less those cut off by interruptions.
         backlog: Requests that wait at the end of the step.
-        share: Utilization: the fraction of their capacity that the replicas served.
+        share: Utilisation: the fraction of their capacity that the replicas served.
         wait: Seconds until an engine accepts the requests of the step; infinite if none ever does.
         good: Fraction of the arrived requests that meet the SLO.
         ready: Replicas of each pool that serve, shape ``(pools, steps)``, as the next three.
@@ -141,7 +141,7 @@ class _State:
         """Apply the autoscaling policy.
 
         Args:
-            share: Utilization in the step that ends.
+            share: Utilisation in the step that ends.
             backlog: Waiting requests that fall to this pool.
             now: End of the step.
         """

@@ -130,7 +130,7 @@ def served_by_name(
         bare_layers=bare,
         mtp=drafts,
         left_out="" if by_file else _left_out(name),
-        # Weights that are quantized at load time do not use the checkpoint's scaling blocks.
+        # Weights that are quantised at load time do not use the checkpoint's scaling blocks.
         block=0 if by_file or formats.weights else _block(name),
     )
 

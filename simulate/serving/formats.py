@@ -22,7 +22,7 @@ class Formats(NamedTuple):
         weights: Weight format, such as ``fp8``.
         cache: Format of the KV cache.
         experts: Format of the experts only.
-        activations: ``bf16`` for weight-only quantization.
+        activations: ``bf16`` for weight-only quantisation.
         linear_layers: Layers with a recurrent state; 0 for the model's own number.
         framework: Lower-case name of the framework, which may choose the cache format.
     """
@@ -71,7 +71,7 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
         raise PlanError(f"products of {weights} take activations in it", hint="fp8, int8 or int4")
     other, attention, every = weights, "", weights
     if workload.experts and weights in ("mxfp4", "int4"):
-        # Published MoE checkpoints in these formats quantize only their experts (gpt-oss, Kimi).
+        # Published MoE checkpoints in these formats quantise only their experts (gpt-oss, Kimi).
         other = "bf16"
     if weights == "fp8" and workload.kv_lora:
         # DeepSeek's checkpoints have one scale per block of 128 x 128.

@@ -157,7 +157,7 @@ def launches(model: ServedModel, plan: EnginePlan) -> float:
 
 
 def _kernels(op: Op) -> int:
-    """Kernels of an operator; narrow activations add a quantization kernel to each product."""
+    """Kernels of an operator; narrow activations add a quantisation kernel to each product."""
     products, others = _KERNELS.get(op.family, (0, 1))
     narrow = products > 0 and FORMATS[op.dtype].activation_bits < 16
     return products * (1 + narrow) + others

@@ -30,7 +30,7 @@ CLASSES = (
     "sequence",
     "launch",
 )
-#: Cost class incurred once per request before the engine: HTTP, tokenization, routing.
+#: Cost class incurred once per request before the engine: HTTP, tokenisation, routing.
 REQUEST = "request"
 #: Smallest batch size for which the capacity of engines is determined under an open load: a few
 #: requests that arrive apart do not fill an engine. Larger batches hardly increase capacity: Llama

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 #: Autoscaling metrics: requests in flight per replica (Ray Serve's ongoing requests, Knative's
-#: concurrency), utilization as a fraction of capacity, or waiting requests of the pool per replica.
+#: concurrency), utilisation as a fraction of capacity, or waiting requests of the pool per replica.
 SCALED_BY = ("concurrency", "utilisation", "queue")
 #: Intervals of the lookup table of a curve.
 PLACES = 200
@@ -16,11 +16,11 @@ PLACES = 200
 
 @dataclass(frozen=True)
 class Curve:
-    """Behaviour of one replica as a function of its utilization.
+    """Behaviour of one replica as a function of its utilisation.
 
     Attributes:
         capacity: Maximum throughput in requests per second.
-        shares: Simulated utilizations (fractions of the capacity), increasing, shape ``(p,)``.
+        shares: Simulated utilisations (fractions of the capacity), increasing, shape ``(p,)``.
         in_flight: Requests in flight at each, shape ``(p,)``.
         waiting: Those of them that wait for others, shape ``(p,)``.
         cut: Requests that an interruption cuts off, shape ``(p,)``.
@@ -40,7 +40,7 @@ class Curve:
     room: float = 0.0
 
     def table(self, values: np.ndarray) -> list[float]:
-        """Lookup table of the curve over ``PLACES + 1`` equidistant utilizations from 0 to 1."""
+        """Lookup table of the curve over ``PLACES + 1`` equidistant utilisations from 0 to 1."""
         at = np.linspace(0.0, 1.0, PLACES + 1)
         known = np.interp(at, self.shares, values)
         # Below the lowest simulated load, quantities are proportional to it.
@@ -50,7 +50,7 @@ class Curve:
         """Fraction of the requests that meet the SLO, shape ``(n,)``.
 
         Args:
-            share: Utilizations, shape ``(n,)``.
+            share: Utilisations, shape ``(n,)``.
             wait: Seconds of waiting before an engine accepts the requests, shape ``(n,)``.
         """
         kept = [1.0 - np.searchsorted(row, wait) / len(row) for row in self.slack]

@@ -1,8 +1,8 @@
-"""What a device of each pipeline stage does in a step: the one place that says what comes when.
+"""Work of a device of each pipeline stage in a step, in execution order.
 
-A stage is a sequence of units: the embedding, layers, the head. Each has blocks of computation for
-either pass, with the collectives of its activations, and parameters that may have to be gathered
-and whose gradients may have to be reduced. Times (:mod:`.stage_times`), counts of operators
+A stage is a sequence of units: the embedding, layers, the head. A unit has blocks of computation
+for either pass, with the collectives of its activations, and parameters that may have to be
+gathered and whose gradients may have to be reduced. Times (:mod:`.stage_times`), operator counts
 (:meth:`Stage.counts`) and traces (:mod:`opcast.simulate.chakra.step_ranks`) are folds over them.
 """
 
@@ -35,17 +35,17 @@ from .traffic import (
 )
 from .workload import Workload
 
-#: Bytes of a gradient that goes to the host, whose new weight comes back: f32.
+#: Bytes of a gradient transferred to the host, where the new weight comes from: f32.
 _HOST_GRADIENT = 4
 
 
 class Beside(NamedTuple):
-    """A collective that runs beside some operators of its block, and is exposed beyond them.
+    """A collective that overlaps some operators of its block, exposed if it takes longer.
 
     Attributes:
         call: The collective.
         ops: The operators.
-        share: Of their time that it may take.
+        share: Fraction of their time that it may overlap.
     """
 
     call: CommCall
@@ -59,8 +59,8 @@ class Block:
 
     Attributes:
         ops: The operators.
-        sent: Collectives for whose results the next operator waits.
-        beside: Collectives that operators hide.
+        sent: Collectives whose results the next operator needs.
+        beside: Collectives hidden behind operators.
     """
 
     ops: tuple[Op, ...]
@@ -69,25 +69,24 @@ class Block:
 
     @property
     def calls(self) -> tuple[CommCall, ...]:
-        """All its collectives."""
+        """All collectives of the block."""
         return (*self.sent, *(own.call for own in self.beside))
 
 
-# Compared by identity, as equal layers of a stage are one object: folds visit each once.
+# Compared by identity: equal layers of a stage are one object, which folds visit once.
 @dataclass(frozen=True, eq=False)
 class Unit:
     """A layer, the embedding or the head, for one micro-batch.
 
     Attributes:
         forward: Forward pass.
-        backward: Backward pass, recomputation included, gradients of weights not.
-        weights: Gradients of weights.
-        moved: Bytes of activations that go to the host in the forward pass and come back in the
-            backward pass.
-        gathers: Gathers of its parameters before either pass.
-        scatters: Reductions of its gradients after each backward pass.
-        once: Reductions of its gradients after the last backward pass.
-        renewed: Gathers of its parameters after the update.
+        backward: Backward pass including recomputation, without weight gradients.
+        weights: Weight gradients.
+        moved: Bytes of activations offloaded in the forward pass and fetched in the backward pass.
+        gathers: Parameter gathers before either pass.
+        scatters: Gradient reductions after each backward pass.
+        once: Gradient reductions after the last backward pass.
+        renewed: Parameter gathers after the update.
     """
 
     forward: Block
@@ -102,15 +101,15 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What a device of a stage does.
+    """Work of a device of a stage.
 
     Attributes:
-        plan: Resolved.
+        plan: Resolved plan.
         train: Whether there is a backward pass and an update.
-        units: In the order of the forward pass.
-        update: The optimiser.
+        units: Units in the order of the forward pass.
+        update: Operators of the optimiser.
         moved: Bytes between device and host for the update.
-        tied: Reductions of weights that several stages hold, before the update.
+        tied: Reductions of weights shared by stages, before the update.
         hop: Transfer of a micro-batch between stages, in either pass.
     """
 
@@ -124,7 +123,7 @@ class Stage:
 
     @property
     def split(self) -> bool:
-        """Whether gradients of weights are tasks of their own: zero-bubble schedules place them."""
+        """Whether weight gradients are separate tasks, as in zero-bubble schedules."""
         return self.plan.schedule == "zero-bubble"
 
     def counts(self) -> dict[Op, float]:
@@ -139,14 +138,14 @@ class Stage:
         return counts
 
 
-# A step, its floor, its energy and its terms ask for the same few stages one after the other.
+# A step, its lower bound, energy and breakdown ask for the same few stages in turn.
 @lru_cache(maxsize=64)
 def step_stages(workload: Workload, plan: Plan) -> tuple[Stage, ...]:
-    """What a device of each stage does; equal stages are one object.
+    """Work of a device of each stage; equal stages are one object.
 
     Args:
-        workload: The model.
-        plan: Resolved by :func:`~.plan.resolved`.
+        workload: Model.
+        plan: Plan resolved by :func:`~.plan.resolved`.
     """
     known: dict[tuple[object, ...], Stage] = {}
     stages = []
@@ -168,7 +167,7 @@ def _stage(workload: Workload, plan: Plan, stage: int) -> Stage:
     if stage == 0:
         units.insert(0, _end(workload, plan, embedding_ops(workload, plan), table))
     if stage == plan.pp - 1:
-        # A tied head has no parameters of its own to gather or reduce.
+        # A tied head has no separate parameters to gather or reduce.
         own = Parameters(0.0) if workload.tied and plan.pp == 1 else table
         units.append(_end(workload, plan, head_ops(workload, plan), own))
     updated = local_parameters(stage_held(workload, plan, stage), plan)
@@ -199,12 +198,12 @@ def _layer(workload: Workload, plan: Plan) -> Unit:
 def _block(workload: Workload, plan: Plan, ops: tuple[Op, ...], *, backward: bool) -> Block:
     """A layer's operators in one pass, with the collectives of their activations.
 
-    Those of tensor and expert parallelism lie on the critical path: the next operator needs their
-    result. Beside another micro-batch, an exchange with experts is hidden as far as the pass
-    computes; keys and values travel while attention computes the block before.
+    Tensor- and expert-parallel collectives are on the critical path: the next operator needs their
+    result. ``hide_experts`` overlaps the expert exchange with the pass of another micro-batch; keys
+    and values travel while attention processes the block before.
     """
     core = tuple(c for c in ops if c.family == "attention")
-    # Attention stands for all ``cp`` blocks; the last one sends nothing.
+    # Attention covers all ``cp`` blocks; the last one sends nothing.
     around = (plan.cp - 1) / plan.cp
     sent, beside = tensor_calls(workload, plan), list[Beside]()
     for calls, hidden, behind, share in (
@@ -234,7 +233,7 @@ def _unit(
     weights: Block,
     moved: float = 0.0,
 ) -> Unit:
-    """A unit with the collectives of its parameters, by the plan's ZeRO stage."""
+    """A unit with the collectives of its parameters for the plan's ZeRO stage."""
     zero, train = plan.stage, workload.mode == "train"
     gathers = tuple(gather_calls(held, workload, plan))
     scatters = tuple(scatter_calls(held, workload, plan)) if train else ()
@@ -245,8 +244,8 @@ def _unit(
         weights if train else Block(()),
         moved if train else 0.0,
         # ZeRO 3 gathers parameters before every use; ZeRO 2 and 3 scatter the gradients of every
-        # micro-batch, ZeRO 1 keeps whole gradients until the end of the step and scatters them
-        # then. Updated parameters of ZeRO 1 and 2 are gathered for the next step.
+        # micro-batch; ZeRO 1 keeps whole gradients until the end of the step and then scatters
+        # them. Updated parameters of ZeRO 1 and 2 are gathered for the next step.
         gathers if zero >= 3 else (),
         scatters if zero >= 2 else (),
         (*sums, *scatters) if zero == 1 else sums,

@@ -1,8 +1,8 @@
-"""Composes a step from the times of its operators and collectives.
+"""Composition of a step from the times of its operators and collectives.
 
-A micro-batch costs each stage its operators and the exposed part of its collectives; the schedule
-orders the micro-batches; gradients are reduced beside the last backward pass; the optimiser comes
-last. Devices of a stage do the same work, so one of each stage stands for all.
+For each stage a micro-batch costs its operators and the exposed part of its collectives; the
+schedule orders the micro-batches; gradients are reduced during the last backward pass; the
+optimiser comes last. Devices of a stage do the same work, so one per stage is simulated.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .plan import Plan
 from .stage_times import StageTimes, stage_times, traffic
 from .workload import Workload
 
-#: Most tasks of a pipeline that are all placed; longer ones are extrapolated, so that a plan's cost
-#: stays bounded in sweeps (engineering choice).
+#: Maximum number of pipeline tasks that are placed individually; longer pipelines are extrapolated,
+#: so that the cost of a plan stays bounded in sweeps (engineering choice).
 MOST_TASKS = 8192
-#: Bubbles below this share of a step are differences of sums: rounding errors, reported as none.
+#: Bubbles below this fraction of a step are rounding errors and reported as zero.
 ROUNDING = 1e-9
 #: Rounds of ``pp`` micro-batches that are placed of a longer pipeline. Warm-up takes one round with
 #: 1F1B and at most one and a half when interleaved, so that the last rounds placed are steady.
@@ -43,23 +43,23 @@ STEADY_ROUNDS = 4
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step; times in seconds.
+    """Time of one step in seconds; the breakdown is that of the device that is busy longest.
 
     ``compute``, ``exposed``, ``host`` and ``bubble`` add up to ``total``.
 
     Attributes:
         total: From the first micro-batch to the last update.
-        compute: Computation of the device that is busy longest (``worst``).
-        exposed: Communication of that device that nothing hides, transfers between stages included.
+        compute: Computation.
+        exposed: Communication that is not hidden, including transfers between stages.
         bubble: The rest: waiting for other stages.
-        sends: What transfers between stages add to the total.
+        sends: Increase of the total by transfers between stages.
         stages: Times of each stage.
         run: The pipeline; of a very long one its first micro-batches.
         worst: The stage that is busy longest.
         hop: Seconds from one stage to the next.
-        host: Waiting of that device for its host.
-        communication: All communication of that device, hidden or not, by name.
-        work: What each stage does.
+        host: Stalls for the host.
+        communication: All communication, hidden or not, by name.
+        work: Work of each stage.
     """
 
     total: float
@@ -77,7 +77,7 @@ class StepTime:
 
     @property
     def busiest(self) -> Stage:
-        """What the stage that is busy longest does."""
+        """Work of the stage that is busy longest."""
         return self.work[self.worst]
 
 
@@ -88,15 +88,15 @@ def step_time(
     most_tasks: int = MOST_TASKS,
     speeds: Mapping[int, float] | None = None,
 ) -> StepTime:
-    """Time of a step.
+    """Simulate a step.
 
     Args:
-        workload: The model.
-        plan: Resolved by :func:`~.plan.resolved`.
+        workload: Model.
+        plan: Plan resolved by :func:`~.plan.resolved`.
         costs: Times of calls.
-        most_tasks: Tasks of a pipeline up to which every one is placed; fewer are faster.
-        speeds: Relative speed of devices by rank, 1 where omitted. A stage computes at that of its
-            slowest device, for which its collectives wait.
+        most_tasks: Maximum number of pipeline tasks to place individually; fewer are faster.
+        speeds: Relative speed of devices by rank, 1 if omitted. A stage computes at the speed of
+            its slowest device, for which its collectives wait.
 
     Raises:
         PlanError: A rank is not part of the plan, or a speed is not positive.
@@ -122,13 +122,13 @@ def compose(
     *,
     train: bool = True,
 ) -> StepTime:
-    """Time of a step from the times of its stages.
+    """Compute the time of a step from the times of its stages.
 
     Args:
-        stages: Times of each.
-        plan: Gives the schedule and the number of micro-batches.
+        stages: Times of each stage.
+        plan: Defines the schedule and the number of micro-batches.
         hop: Seconds from one stage to the next.
-        most_tasks: As of :func:`step_time`.
+        most_tasks: As in :func:`step_time`.
         train: Whether there is a backward pass.
     """
     run, ends = _ends(stages, plan, hop, most_tasks, train=train)
@@ -159,8 +159,8 @@ def _ends(
 ) -> tuple[PipelineRun, list[float]]:
     """Run the pipeline; return it and the time at which each stage ends its last micro-batch.
 
-    A pipeline with very many tasks is run twice with fewer micro-batches and extrapolated: in the
-    steady state every further round of ``pp`` micro-batches takes as long as the one before.
+    A very long pipeline is run twice with fewer micro-batches and extrapolated: in the steady state
+    every further round of ``pp`` micro-batches takes as long as the one before.
     """
     # A forward and a backward task for each micro-batch and chunk.
     tasks = plan.pp * plan.microbatches * plan.virtual * 2
@@ -178,7 +178,7 @@ def _ends(
 
 
 def stage_orders(plan: Plan, *, train: bool) -> tuple[Order, ...]:
-    """Return what each stage runs, in order."""
+    """Tasks of each stage, in order."""
     if train:
         return orders(plan.schedule, plan.pp, plan.microbatches, plan.virtual)
     return forward_orders(plan.pp, plan.microbatches, plan.virtual)
@@ -196,12 +196,12 @@ def run_stages(
 
     Args:
         stages: Times of each stage.
-        plan: Gives the schedule.
+        plan: Defines the schedule.
         hop: Seconds from one stage to the next.
-        noise: Factors on the time of a task.
+        noise: Draws a factor, or an array of them, for the time of a task.
         train: Whether there is a backward pass.
     """
-    # Chunks are taken as equal parts of the stage. Only zero-bubble has W tasks, without chunks.
+    # Chunks are equal parts of the stage. Only zero-bubble has W tasks, without chunks.
     seconds = [
         {
             FORWARD: s.forward.total / plan.virtual,
@@ -219,16 +219,16 @@ def run_stages(
 
 @dataclass(frozen=True)
 class StepSpread:
-    """Samples of a step's time, in seconds.
+    """Samples of a step's time.
 
     Attributes:
-        samples: Shape ``(draws,)``.
+        samples: Seconds, shape ``(draws,)``.
     """
 
     samples: np.ndarray
 
     def to_dict(self) -> dict[str, float]:
-        """Return mean and percentiles in microseconds."""
+        """Mean and percentiles in microseconds."""
         levels = np.percentile(self.samples, (5, 50, 95, 99)) * 1e6
         names = ("p5_us", "p50_us", "p95_us", "p99_us")
         return {
@@ -238,11 +238,11 @@ class StepSpread:
 
 
 def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
-    """Return the speed of each stage, which is that of its slowest device.
+    """Relative speed of each stage, which is that of its slowest device.
 
     Args:
-        plan: Gives the ranks of a stage, its outermost index.
-        speeds: Relative speed by rank; 1 for ranks that are left out.
+        plan: Defines the ranks of a stage, the outermost index.
+        speeds: Relative speed by rank; 1 if omitted.
 
     Raises:
         PlanError: A rank is not part of the plan, or a speed is not positive.
@@ -259,7 +259,7 @@ def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
             )
         named.setdefault(rank // per_stage, set()).add(rank)
     for stage, ranks in named.items():
-        # Devices that are not named run at speed 1, which may be the slowest of the stage.
+        # Omitted devices run at speed 1, which may be the slowest of the stage.
         rest = [1.0] if len(ranks) < per_stage else []
         slowest_speeds[stage] = min([*rest, *(speeds[r] for r in ranks)])
     return slowest_speeds
@@ -268,15 +268,15 @@ def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
 def sample_steps(
     plan: Plan, step: StepTime, jitter: float, draws: int = 1000, seed: int = 0
 ) -> StepSpread:
-    """Draw times of a step on devices whose tasks vary.
+    """Sample the time of a step on devices with random task times.
 
     All devices of a stage wait for one another in their collectives, and all replicas at the end of
     the step. The slowest of ``n`` devices with independent normal log errors is drawn directly: if
     ``U`` is uniform, ``U^(1/n)`` is distributed as the quantile level of the largest of ``n`` draws
-    (order statistics). So no device is drawn by itself, and cost does not depend on their number.
+    (order statistics). The cost does not depend on the number of devices.
 
     Args:
-        plan: Resolved.
+        plan: Resolved plan.
         step: Its step without jitter, stragglers included.
         jitter: Standard deviation of the logarithm of a task's time on one device.
         draws: Number of samples.
@@ -307,7 +307,7 @@ def sample_steps(
 
 def slowest(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:
     """Draw the largest of ``count`` standard normals, ``draws`` times, shape ``(draws,)``."""
-    # Predictions of programs load this module for its classes alone, and SciPy takes long.
+    # Predictions of programs load this module only for its classes, and SciPy is slow to import.
     from scipy.special import ndtri
 
     # Both guards keep ``ndtri`` finite: a level of 0 is minus infinity, a level that rounds to 1
@@ -319,7 +319,7 @@ def slowest(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:
 def _slowest_replica(rng: np.random.Generator, one: np.ndarray, replicas: int) -> np.ndarray:
     """Draw the slowest of ``replicas`` pipelines from a normal with the moments of one.
 
-    A pipeline's time sums many tasks, hence the normal distribution.
+    A pipeline's time is a sum of many tasks, hence the normal distribution.
     """
     if replicas == 1 or one.std() == 0.0:
         return one

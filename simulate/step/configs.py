@@ -1,9 +1,8 @@
-"""Hugging Face's ``config.json`` as settings of a workload.
+"""Workload settings from a Hugging Face ``config.json``.
 
-Layers with a recurrent state project every token to queries, keys, values and gates, run a
-recurrence over them, and project its output back: gated delta nets (Yang et al., 2025), Mamba-2
-(Dao and Gu, 2024), Kimi delta attention (Kimi Linear, 2025), lightning attention (MiniMax-01,
-2025).
+Recurrent layers project every token to queries, keys, values and gates, run a recurrence over them,
+and project its output back: gated delta nets (Yang et al., 2025), Mamba-2 (Dao and Gu, 2024), Kimi
+delta attention (Kimi Linear, 2025), lightning attention (MiniMax-01, 2025).
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from ...common.files import own_data, parse_json
 from ...common.types import JsonMapping
 from .presets import INSTEAD, Preset, Recurrence
 
-#: How configurations are read, by type of model.
+#: Rules for reading configurations, by model type.
 _RULES = "simulate/step/configs.yaml"
-#: A context longer than this is what a model may be used with, not what it is trained with.
+#: Longest training sequence in tokens; longer context lengths describe use, not training.
 _MOST_SEQ = 8192
-#: Names of layers with a state in ``layer_types``.
+#: Names of recurrent layers in ``layer_types``.
 _KINDS = ("linear_attention", "mamba")
-#: Letters of Nemotron-H's patterns: Mamba-2, attention, feed-forward, experts.
+#: Letters of Nemotron-H's layer patterns: Mamba-2, attention, feed-forward, experts.
 _MAMBA, _ATTENTION, _FED, _EXPERTS = "M*-E"
 _LETTERS = {"mamba": _MAMBA, "attention": _ATTENTION, "mlp": _FED, "moe": _EXPERTS}
 
 
 def read_config(path: Path) -> Preset:
-    """Read a model's ``config.json``, as transformers writes it; nothing is downloaded.
+    """Read a local ``config.json`` as written by transformers; nothing is downloaded.
 
     Args:
         path: The file.
@@ -51,7 +50,7 @@ def read_config(path: Path) -> Preset:
     notes: list[str] = []
     part = "configuration"
     if isinstance(data.get("text_config"), dict):
-        # A model of text and images: the decoder alone.
+        # A model of text and images: describe its decoder only.
         notes.append(f"only the text model of {data['model_type']} is described")
         part = "text_config"
         whole = {"tie_word_embeddings": data.get("tie_word_embeddings", True)}
@@ -83,7 +82,7 @@ def read_config(path: Path) -> Preset:
         recurrence = recurrence_of(own) if linear else None
         bare = int(str(settings.pop("bare_layers", 0)))
     except KeyError as error:
-        # One of several models may leave out what it shares with the model that it was made of.
+        # A fine-tuned multimodal model may leave out keys that it shares with its base model.
         alone = f"--hf with the config.json of {data.get('_name_or_path') or 'the text model'}"
         hint = alone if part == "text_config" else ""
         raise PlanError(f"the {part} lacks {error}", where=where, hint=hint) from None
@@ -113,10 +112,10 @@ def read_config(path: Path) -> Preset:
 
 
 def _published_format(data: object) -> str:
-    """Format of the weights by ``quantization_config``, as it is named there if it is unusual."""
+    """Weight format in ``quantization_config``; under its name there if it is unusual."""
     if not isinstance(data, dict):
         return ""
-    # ModelOpt and compressed-tensors (LLM Compressor) name formats of their own.
+    # ModelOpt and compressed-tensors (LLM Compressor) use names of their own.
     groups = data.get("config_groups")
     first: object = next(iter(groups.values()), {}) if isinstance(groups, dict) else {}
     weights = first.get("weights") if isinstance(first, dict) else None
@@ -132,7 +131,7 @@ def _published_format(data: object) -> str:
 
 
 def _read(reader: str, data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
-    """Add the settings that a reader of ``configs.yaml`` gives, those of others first."""
+    """Add the settings of a reader of ``configs.yaml``, after those of the reader it extends."""
     rule = own_data(_RULES)["readers"][reader]
     if "like" in rule:
         renamed = {k: data[own] for k, own in rule.get("rename", {}).items() if own in data}
@@ -145,7 +144,7 @@ def _read(reader: str, data: JsonMapping, out: dict[str, object], notes: list[st
 
 
 def _value(data: JsonMapping, keys: list[Any]) -> object:
-    """The first of some keys that is there; the last entry may be a value instead."""
+    """Value of the first key that is present; the last entry may be a default value instead."""
     *_, last = keys
     found = next((key for key in keys if key in data), last)
     return data[found] if isinstance(found, str) else found
@@ -164,7 +163,7 @@ def _decoder(data: JsonMapping, out: dict[str, object], notes: list[str]) -> Non
             share = 1.0 - (layers // data["sliding_window_pattern"]) / layers
         else:
             share = 1.0
-        # No layer has it: as if there were none.
+        # If no layer has the window, there is none.
         out.update({"window_share": share} if share else {"window": 0})
 
 
@@ -191,7 +190,7 @@ def _deepseek(data: JsonMapping, out: dict[str, object], notes: list[str]) -> No
 def _llama4(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     layers, every = data["num_hidden_layers"], data.get("interleave_moe_layer_step", 1)
     types = data.get("layer_types") or ()
-    # Where they stand does not matter to serving.
+    # The position of dense layers does not matter to serving.
     out["dense_layers"] = layers - layers // every
     chunked = sum(t == "chunked_attention" for t in types)
     out["window_share"] = chunked / layers if types else 0.75
@@ -204,13 +203,13 @@ def _gpt2(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
 def _vit(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     tokens = (data["image_size"] // data["patch_size"]) ** 2 + 1
     notes.append("the embedding of patches counts as a lookup")
-    # A configuration lists its classes; ImageNet's where it lists none. The class token alone
-    # reaches the head.
+    # ImageNet's number of classes if the configuration lists none. Only the class token reaches
+    # the head.
     out.update(vocab=len(data.get("id2label", ())) or 1000, seq=tokens, head_share=1.0 / tokens)
 
 
 def recurrent_layers(data: JsonMapping) -> int:
-    """Layers with a recurrent state of a configuration."""
+    """Number of recurrent layers in a configuration."""
     if "hybrid_override_pattern" in data or "layers_block_type" in data:
         return layer_pattern(data).count(_MAMBA)
     if "linear_attn_config" in data:
@@ -224,7 +223,7 @@ def recurrent_layers(data: JsonMapping) -> int:
 
 
 def recurrence_of(data: JsonMapping) -> Recurrence | None:
-    """Sizes of these layers; ``None`` where the configuration does not say them."""
+    """Sizes of these layers; ``None`` if the configuration does not contain them."""
     if "linear_num_value_heads" in data:
         return _gated(
             data["linear_num_key_heads"] * data["linear_key_head_dim"],
@@ -234,7 +233,7 @@ def recurrence_of(data: JsonMapping) -> Recurrence | None:
             gates=2,
         )
     if "mamba_num_heads" in data or "mamba_n_heads" in data:
-        # Mamba-2 in the same terms: B and C of each group, inputs and gates, a step for each head.
+        # Mamba-2 in the same terms: B and C of each group, inputs and gates, one step per head.
         long = "mamba_num_heads" in data
         names = (
             ("n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim")
@@ -247,7 +246,7 @@ def recurrence_of(data: JsonMapping) -> Recurrence | None:
         own = data["linear_attn_config"]
         heads, dim = own["num_heads"], own["head_dim"]
         wide = heads * dim
-        # Two gates through products as narrow as a head, which count as so many columns.
+        # Two gates through low-rank products of head width, counted as equivalent columns.
         narrow = 2 * (dim + round(dim * wide / data["hidden_size"]))
         return Recurrence(3 * wide + narrow + heads, wide, wide * dim)
     if "attn_type_list" in data:
@@ -257,16 +256,16 @@ def recurrence_of(data: JsonMapping) -> Recurrence | None:
 
 
 def _gated(keys: int, heads: int, dim: int, key_dim: int, gates: int) -> Recurrence:
-    """Queries and keys of ``keys`` columns each, values with as many gates, ``gates`` a head."""
+    """Layer with queries and keys of ``keys`` columns, gated values, and ``gates`` per head."""
     values = heads * dim
     return Recurrence(2 * keys + 2 * values + gates * heads, values, values * key_dim)
 
 
 def layer_pattern(data: JsonMapping) -> str:
-    """A letter for each block of a Nemotron-H model: ``M``, ``*``, ``-`` or ``E``.
+    """Layer pattern of a Nemotron-H model, one letter per block: ``M``, ``*``, ``-`` or ``E``.
 
     Raises:
-        PlanError: A block is none of them.
+        PlanError: A block has an unknown type.
     """
     if "hybrid_override_pattern" in data:
         text = str(data["hybrid_override_pattern"])
@@ -284,10 +283,10 @@ def layer_pattern(data: JsonMapping) -> str:
 def _nemotron(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """Add the layers and feed-forwards of a Nemotron-H model.
 
-    Blocks are counted as layers of attention or Mamba-2, most of which a feed-forward follows.
+    Attention and Mamba-2 blocks count as layers, most of which are followed by a feed-forward.
 
     Raises:
-        PlanError: There are more feed-forwards than layers, or experts of a narrower width.
+        PlanError: There are more feed-forwards than layers, or experts have a latent width.
     """
     pattern = layer_pattern(data)
     mixers = pattern.count(_MAMBA) + pattern.count(_ATTENTION)
@@ -307,14 +306,14 @@ def _nemotron(data: JsonMapping, out: dict[str, object], notes: list[str]) -> No
             experts=data["n_routed_experts"],
             top_k=data["num_experts_per_tok"],
             shared_experts=round(data.get("n_shared_experts", 0) * shared / width),
-            # Where they stand does not matter to serving.
+            # The position of dense layers does not matter to serving.
             dense_layers=round(pattern.count(_FED) * mixers / fed),
             dense_ff=data["intermediate_size"],
             d_ff=width,
         )
 
 
-#: What readers add by arithmetic.
+#: Settings that readers compute.
 _MORE: dict[str, Callable[[JsonMapping, dict[str, object], list[str]], None]] = {
     "decoder": _decoder,
     "experts": _experts,

@@ -1,4 +1,4 @@
-"""What prices operators and collectives, and times of calls, each predicted once."""
+"""Costs of operators and collectives: interfaces of the models, and predicted times, cached."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .plan import Group
 
 @dataclass(frozen=True, slots=True)
 class CommCall:
-    """One collective that a device takes part in.
+    """One collective in which a device takes part.
 
     Attributes:
-        name: Its purpose, such as ``tensor``.
+        name: Purpose, such as ``tensor``.
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``alltoall``, or ``send_recv``
             from each device to its neighbour in the group.
-        size: Bytes as nccl-tests counts them: the buffer of an all-reduce or transfer, the full
+        size: Bytes as counted by nccl-tests: the buffer of an all-reduce or transfer, the full
             buffer of a gather or scatter, one device's send buffer of an all-to-all.
-        group: Devices that take part.
-        times: How often.
-        copies: Of an all-to-all that sends each token to several experts: to how many.
-        boxes: Most boxes that these lie in; 0 for any number.
+        group: Participating devices.
+        times: Number of executions.
+        copies: Experts per token, for an all-to-all that sends tokens to experts.
+        boxes: Maximum number of boxes that hold these experts; 0 for no limit.
     """
 
     name: str
@@ -38,14 +38,14 @@ class CommCall:
     boxes: int = 0
 
     def across(self, box: int) -> float:
-        """Share of the bytes that cross from box to box where a box gets each token once.
+        """Fraction of the bytes that cross boxes if each box receives a token only once.
 
         Dispatchers send a token once to every box that needs it and copy it inside (DeepSeek-V3
-        2024, section 3.2.2). ``copies`` drawn from ``b`` boxes meet ``b (1 - (1 - 1/b)^copies)`` of
-        them, and routing limited to some boxes draws from these alone (section 2.1.2).
+        2024, section 3.2.2). ``copies`` draws from ``b`` boxes hit ``b (1 - (1 - 1/b)^copies)`` of
+        them; with box-limited routing ``b`` is the limit (section 2.1.2).
 
         Args:
-            box: Devices of a box.
+            box: Devices per box.
         """
         boxes = -(-self.group.size * self.group.stride // box)
         if self.copies <= 1 or boxes <= 1:
@@ -61,14 +61,14 @@ class CommCall:
 
 @dataclass(frozen=True)
 class Message:
-    """Collectives of one purpose, kind and group with their time.
+    """Collectives of the same purpose, kind and group, with their time.
 
     Attributes:
-        name: Purpose, as of a :class:`CommCall`.
-        kind: As there.
-        group: Devices that take part.
-        size: Bytes of all of them, counted as there.
-        seconds: Predicted time of all of them.
+        name: Purpose, as in :class:`CommCall`.
+        kind: Kind, as there.
+        group: Participating devices.
+        size: Total bytes, counted as there.
+        seconds: Total predicted time.
     """
 
     name: str
@@ -79,26 +79,26 @@ class Message:
 
 
 class Estimate(NamedTuple):
-    """Seconds, with both ends of a 90 % interval."""
+    """Seconds, with the bounds of a 90 % interval."""
 
     seconds: float
     lo: float
     hi: float
 
     def times(self, factor: float) -> Estimate:
-        """Return the estimate with all three values multiplied."""
+        """Multiply all three values."""
         return Estimate(self.seconds * factor, self.lo * factor, self.hi * factor)
 
 
 class OpLatency(Protocol):
-    """Latencies of operators on the device of interest."""
+    """Latency model of operators on the target device."""
 
     def __call__(self, calls: Sequence[Op]) -> np.ndarray:
-        """Seconds and both ends of the interval, shape ``(n, 3)``."""
+        """Seconds and the bounds of the interval, shape ``(n, 3)``."""
 
 
 class Network(Protocol):
-    """Latencies of collectives in the cluster of interest."""
+    """Latency model of collectives in the target cluster."""
 
     def __call__(self, kind: str, size: float, group: Group) -> Estimate:
         """Time of one collective; ``size`` as in :class:`CommCall`."""
@@ -110,8 +110,8 @@ class Part:
 
     Attributes:
         compute: Computation.
-        exposed: Communication that computation does not hide.
-        host: Waiting for the host, which launches kernels more slowly than they run.
+        exposed: Communication that is not hidden behind computation.
+        host: Stalls because the host launches kernels more slowly than they run.
     """
 
     compute: float = 0.0
@@ -120,51 +120,51 @@ class Part:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of the three."""
         return self.compute + self.exposed + self.host
 
     @property
     def computing(self) -> float:
-        """Computation, launches included: what communication may hide behind."""
+        """Computation including launches, behind which communication may hide."""
         return self.compute + self.host
 
     def waiting(self, exposed: float) -> Part:
-        """The part with other exposed communication."""
+        """Copy with a different exposed communication."""
         return replace(self, exposed=exposed)
 
     def __add__(self, other: Part) -> Part:
-        """Sum of the parts."""
+        """Sum of two parts."""
         return Part(
             self.compute + other.compute, self.exposed + other.exposed, self.host + other.host
         )
 
     def times(self, factor: float) -> Part:
-        """All parts multiplied."""
+        """Multiply all three."""
         return Part(self.compute * factor, self.exposed * factor, self.host * factor)
 
 
-#: Of what does not run.
+#: A part that takes no time.
 NOTHING = Part()
 
 
 @dataclass(frozen=True)
 class StepEffects:
-    """What a step costs beyond its operators and collectives taken alone.
+    """Costs of a step beyond its operators and collectives in isolation.
 
-    Factors multiply the time of a class of calls; 1 and 0 leave everything as it is.
+    Factors multiply the time of a class of calls; 1 and 0 have no effect.
 
     Attributes:
-        product: Of matrix products.
-        attention: Of attention.
-        experts: Of grouped products of experts.
-        memory: Of passes over memory.
-        inside: Of collectives within a box.
-        between: Of collectives that leave it.
-        launch_s: Seconds in which the host launches one kernel; 0 where a graph is replayed.
-        collective_s: Seconds in which the host prepares a collective of activations.
-        hop_s: Seconds that handing a micro-batch to the next stage takes beside its transfer.
-        decomposed: Share of the time of products beside which the collectives of tensor parallelism
-            run that feed or collect them, in pieces; 0 where one waits for the other.
+        product: Factor on matrix products.
+        attention: Factor on attention.
+        experts: Factor on grouped products of experts.
+        memory: Factor on memory-bound operators.
+        inside: Factor on collectives within a box.
+        between: Factor on collectives across boxes.
+        launch_s: Seconds for the host to launch one kernel; 0 with a captured graph.
+        collective_s: Seconds for the host to prepare a collective of activations.
+        hop_s: Seconds to hand a micro-batch to the next stage, in addition to its transfer.
+        decomposed: Fraction of the time of products behind which tensor-parallel collectives of
+            their operands and results are pipelined in pieces; 0 for no overlap.
     """
 
     product: float = 1.0
@@ -184,15 +184,15 @@ class StepEffects:
 
 
 class Costs:
-    """Times of operators and collectives.
+    """Predicted times of operators and collectives.
 
     Args:
-        latency: Of operators.
-        network: Of collectives.
+        latency: Latency model of operators.
+        network: Latency model of collectives.
         host_bandwidth: Bytes/s between device and host, for offloading.
-        contention: Share of a device that a collective takes from what runs beside it, 0 to 1.
-        effects: What a step costs beyond its calls.
-        box: Devices of a box; collectives whose ranks span more leave it. 0 for one box.
+        contention: Fraction of its time by which a collective slows concurrent kernels, 0 to 1.
+        effects: Costs of a step beyond its calls.
+        box: Devices per box; collectives that span more leave the box. 0 for a single box.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Costs:
         self.links: dict[tuple[str, float, Group], Estimate] = {}
 
     def with_effects(self, effects: StepEffects, box: int) -> Costs:
-        """Costs under other effects, with the times that are known already."""
+        """Costs under other effects, which share the predictions made so far."""
         other = Costs(
             self._latency, self._network, self.host_bandwidth, self.contention, effects, box
         )
@@ -229,19 +229,19 @@ class Costs:
             self.ops.update(zip(new, self._latency(new), strict=True))
 
     def compute(self, calls: Sequence[Op]) -> float:
-        """Return the seconds of operators that run one after another."""
+        """Seconds of operators that run one after another."""
         self.prepare(calls)
         return float(sum(self.ops[c][0] * self.effects.of(c) for c in calls))
 
     def part(self, calls: Sequence[Op], exposed: float = 0.0, collectives: int = 0) -> Part:
-        """Operators one after the other, and what the host takes longer to launch them.
+        """Time of consecutive operators, including host stalls.
 
-        Launches are asynchronous, so the host's time counts only where it is the longer one.
+        Launches are asynchronous, so the host's time counts only where it exceeds the device's.
 
         Args:
             calls: Operators.
             exposed: Seconds of communication among them.
-            collectives: How many collectives that is.
+            collectives: Number of these collectives.
         """
         compute = self.compute(calls)
         own = self.effects
@@ -250,7 +250,7 @@ class Costs:
         return Part(compute, exposed, host)
 
     def link(self, call: CommCall) -> float:
-        """Return the seconds of a collective, all its executions."""
+        """Seconds of all executions of a collective."""
         if not call.needed:
             return 0.0
         group = call.group._replace(size=2) if call.kind == "send_recv" else call.group
@@ -260,24 +260,24 @@ class Costs:
         return self.estimate(call.kind, size, group).seconds * call.times * factor
 
     def leaves_box(self, group: Group) -> bool:
-        """Whether the ranks of a group span more than a box."""
-        # By the last rank of the group that begins at rank 0: the ends of a pipeline may lie in one
-        # box although twice their distance exceeds it.
+        """Whether the ranks of a group span more than one box."""
+        # Judged by the group that starts at rank 0: the two ends of a pipeline may share a box
+        # although twice their distance exceeds it.
         return bool(self.box) and (group.size - 1) * group.stride >= self.box
 
     def estimate(self, kind: str, size: float, group: Group) -> Estimate:
-        """One collective with its interval, asked for once."""
+        """Time of one collective with its interval, cached."""
         key = (kind, size, group)
         if key not in self.links:
             self.links[key] = self._network(kind, size, group)
         return self.links[key]
 
     def comm(self, calls: Iterable[CommCall]) -> float:
-        """Return the seconds of collectives that run one after another."""
+        """Seconds of collectives that run one after another."""
         return sum(self.link(call) for call in calls)
 
     def messages(self, calls: Iterable[CommCall]) -> tuple[Message, ...]:
-        """Collectives with their times; those that send nothing are left out."""
+        """Collectives with their times, without those that send nothing."""
         return tuple(
             Message(c.name, c.kind, c.group, c.size * c.times, self.link(c))
             for c in calls

@@ -1,4 +1,4 @@
-"""Whether a plan fits the memory of its devices, and the smallest change that would."""
+"""Whether a plan fits the memory of its devices, and the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .memory import StageMemory, box_host, stage_memory
 from .plan import Plan, resolved
 from .workload import Workload
 
-#: Memory of every stage of a resolved plan.
+#: Memory of every stage under a resolved plan.
 MemoryOf = Callable[[Workload, Plan], tuple[StageMemory, ...]]
-#: Most settings that are changed together: the neighbourhood grows about tenfold with each change,
-#: and advice that changes more is a different plan (engineering choice).
+#: Maximum number of settings changed together: the neighbourhood grows about tenfold with each
+#: change, and advice that changes more amounts to a different plan (engineering choice).
 MOST_CHANGES = 3
-#: Most fitting plans whose step times are compared, since each costs a simulation (engineering
-#: choice).
+#: Maximum number of fitting plans whose step times are compared, since each costs a simulation
+#: (engineering choice).
 COMPARED = 24
 
 
 class Host(NamedTuple):
-    """Memory of the host of a box, which offloading fills.
+    """Host memory of a box, which offloading fills.
 
     Attributes:
-        box: Devices under it.
-        capacity: Bytes.
-        source: What says so, for messages.
+        box: Devices per host.
+        capacity: Bytes of host memory.
+        source: Where the capacity comes from, for messages.
     """
 
     box: int = 1
@@ -36,7 +36,7 @@ class Host(NamedTuple):
     source: str = ""
 
 
-#: A host of which nothing is known.
+#: A host without a known limit.
 ANY_HOST = Host()
 
 
@@ -47,10 +47,10 @@ class Fit:
     Attributes:
         memory: Memory of each stage.
         capacity: Bytes of a device.
-        change: Settings that would make it fit, such as ``recompute=full``; empty if it fits, or
-            if no change was found; ``None`` if none was looked for.
-        plan: The plan with these settings; ``None`` where ``change`` is empty or ``None``.
-        offloaded: Bytes that offloading keeps in the host of the fullest box.
+        change: Settings that would make it fit, such as ``recompute=full``; empty if it fits or no
+            change was found; ``None`` if none was searched for.
+        plan: The plan with these settings; ``None`` if ``change`` is empty or ``None``.
+        offloaded: Bytes offloaded to the host of the fullest box.
         host: That host.
     """
 
@@ -68,21 +68,21 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits, and what it offloads."""
+        """Whether every stage and its offloaded data fit."""
         return self.worst.total <= self.capacity and self.host_fits
 
     @property
     def host_fits(self) -> bool:
-        """Whether what is offloaded fits the memory of the host."""
+        """Whether the offloaded data fit the host's memory."""
         return self.offloaded <= self.host.capacity
 
     def reason(self) -> str:
-        """Explain what does not fit and what would help; empty if it fits."""
+        """What does not fit and what would help; empty if it fits."""
         if self.fits:
             return ""
         told = []
         if self.worst.total > self.capacity:
-            # "reserved" is nothing that a user could reduce.
+            # Users cannot reduce "reserved".
             parts = {
                 k: v for k, v in self.worst.to_dict().items() if k not in ("total", "reserved")
             }
@@ -102,15 +102,15 @@ class Fit:
 
 
 def _against(needed: float, capacity: float) -> str:
-    """Bytes that are needed and that there are."""
+    """Required and available bytes, as text."""
     needed, capacity = needed / 2**30, capacity / 2**30
-    # Enough digits to tell the two apart, where a plan is short of a few MiB.
+    # Enough digits to tell the two apart if a plan is short of a few MiB.
     digits = 1 if f"{needed:.1f}" != f"{capacity:.1f}" else 3
     return f"{needed:.{digits}f} GiB of {capacity:.{digits}f} GiB"
 
 
 def memory_of(workload: Workload, plan: Plan, copies: int = 0) -> tuple[StageMemory, ...]:
-    """Return the memory of every stage of a resolved plan, as :func:`stage_memory` counts it."""
+    """Memory of every stage of a resolved plan (:func:`stage_memory`)."""
     return tuple(stage_memory(workload, plan, stage, copies) for stage in range(plan.pp))
 
 
@@ -122,17 +122,17 @@ def find_fit(
     memory: MemoryOf = memory_of,
     host: Host = ANY_HOST,
 ) -> Fit:
-    """Determine a plan's memory and, if it does not fit, the smallest change that makes it fit.
+    """Compute a plan's memory and, if it does not fit, the smallest change that makes it fit.
 
     A breadth-first search: fewest changed settings first; among those the fastest plan.
 
     Args:
-        workload: The model.
-        plan: Resolved.
+        workload: Model.
+        plan: Resolved plan.
         capacity: Bytes of a device.
-        seconds: Step time of a plan.
-        memory: Memory of the stages of a plan.
-        host: Of each box.
+        seconds: Predicts the step time of a plan.
+        memory: Computes the memory of the stages of a plan.
+        host: Host memory of each box.
     """
 
     def most(of: Plan) -> float:
@@ -173,13 +173,13 @@ def _changes(plan: Plan) -> Iterator[Mapping[str, object]]:
         yield {"recompute": "selective"}
     if plan.recompute != "full":
         yield {"recompute": "full"}
-    # Every change below saves memory; ZeRO stages only exist over plain data parallelism.
+    # Every change below saves memory; ZeRO stages exist only for plain data parallelism.
     if plan.fsdp == 1 and plan.dp > 1:
         yield from ({"zero": stage} for stage in (1, 2, 3) if stage > plan.zero)
     if plan.fsdp > 1 and plan.stage < 3:
         yield {"zero": 3}
     if plan.virtual > 1:
-        # Activations of one chunk instead of several, two settings that go together.
+        # Activations of one chunk instead of several: two settings that belong together.
         yield {"schedule": "1f1b", "virtual": 1}
     yield {"microbatches": plan.microbatches * 2}
     if plan.tp > 1 and not plan.sp:
@@ -187,11 +187,11 @@ def _changes(plan: Plan) -> Iterator[Mapping[str, object]]:
     data = "fsdp" if plan.fsdp > 1 else "dp"
     if getattr(plan, data) % 2 == 0:
         # Half as many replicas have twice the sequences each: with twice the micro-batches, the
-        # micro-batch keeps its size.
+        # size of a micro-batch stays the same.
         fewer = {data: getattr(plan, data) // 2, "microbatches": plan.microbatches * 2}
         yield from ({**fewer, axis: getattr(plan, axis) * 2} for axis in ("tp", "pp", "cp"))
     if plan.offload != "none":
-        # The host's memory is short, too.
+        # The host's memory is limited, too.
         yield {"offload": "none"}
     else:
         yield from ({"offload": what} for what in ("optimizer", "activations"))

@@ -1,4 +1,4 @@
-"""The operators of one device: those of a layer, of both ends of the model, and of the update.
+"""Operators of one device: those of a layer, of embedding and head, and of the optimiser.
 
 Shapes are those of one rank and one micro-batch. Backward passes: a product has two of the same
 size (for its input and its weights); fused attention has five products where the forward pass has
@@ -16,16 +16,16 @@ from ...features.operators.physics import fitted
 from .plan import Plan
 from .workload import WRITTEN_OUT, Workload
 
-# Time of a backward pass over the forward pass, for operators whose measured tables hold forward
-# kernels alone.
+# Ratio of backward to forward time, for operators whose measured tables contain only forward
+# kernels.
 #: Five products instead of two, at a rate a sixth lower: 2.5 / (5/6), as fused kernels in Triton
 #: take on H100 with heads of up to 128 (2.7 to 3.1 times the forward pass: ``vjp`` rows of the
-#: kernel pack's ``tpu`` table; those made for Hopper 3.2 to 3.7).
+#: kernel pack's ``tpu`` table; kernels written for Hopper take 3.2 to 3.7).
 ATTENTION_BACKWARD = 3.0
-#: Bound by memory: input and gradient read, one gradient written, against one read and one write.
+#: Memory-bound: input and gradient read, one gradient written, against one read and one write.
 NORM_BACKWARD = 1.5
-#: Of a gated activation: gate, product and gradient read, two gradients written, against three
-#: tensors forward. Used for GELU as well, whose own ratio is 3/2.
+#: Gated activation: gate, product and gradient read, two gradients written, against three tensors
+#: in the forward pass. Also used for GELU, whose ratio is 3/2.
 ACTIVATION_BACKWARD = 5.0 / 3.0
 #: Each grouped product has two of its size, for inputs and for weights.
 EXPERTS_BACKWARD = 2.0
@@ -41,8 +41,8 @@ class PassOps:
     Attributes:
         forward: Operators of the forward pass, in order.
         backward: Operators of the backward pass, in order, without ``weights``.
-        weights: Operators that only make gradients of weights, which zero-bubble schedules move.
-        selective: Operators that ``recompute=selective`` runs again.
+        weights: Operators that only compute weight gradients, which zero-bubble schedules defer.
+        selective: Operators that ``recompute=selective`` repeats.
     """
 
     forward: tuple[Op, ...]
@@ -52,7 +52,7 @@ class PassOps:
 
 
 def micro_tokens(workload: Workload, plan: Plan) -> int:
-    """Return the tokens of a micro-batch on one device."""
+    """Tokens of a micro-batch on one device."""
     sequences = workload.batch // plan.batch_ranks // max(1, plan.microbatches)
     return sequences * workload.seq // plan.cp
 
@@ -61,8 +61,8 @@ def layer_ops(workload: Workload, plan: Plan) -> PassOps:
     """Operators of one layer on one device, for one micro-batch.
 
     Args:
-        workload: As the layer sees it (:func:`~.workload.layer_kinds`).
-        plan: Resolved.
+        workload: Workload of this kind of layer (:func:`~.workload.layer_kinds`).
+        plan: Resolved plan.
     """
     return _joined([_attention(workload, plan), _feed_forward(workload, plan)])
 
@@ -78,7 +78,7 @@ def _joined(parts: Sequence[PassOps]) -> PassOps:
 
 
 def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
-    """List the token embedding: rows gathered, their gradients added in f32."""
+    """Token embedding: rows gathered, their gradients added in f32."""
     tokens = micro_tokens(workload, plan)
     size = tokens * workload.d_model
     # Learned positions are read once more and added in the same pass.
@@ -93,7 +93,7 @@ def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
 
 
 def head_ops(workload: Workload, plan: Plan) -> PassOps:
-    """List the last norm, vocabulary projection and cross-entropy (softmax in f32)."""
+    """Last norm, vocabulary projection and cross-entropy (softmax in f32)."""
     tokens = micro_tokens(workload, plan)
     # Masked-language models project only the masked positions.
     seen = max(1, round(tokens * workload.head_share))
@@ -101,8 +101,8 @@ def head_ops(workload: Workload, plan: Plan) -> PassOps:
     vocab = -(-workload.vocab // plan.tp)
     head = _product("head", seen, vocab, workload.d_model, workload.dtype)
     norm = _norm("norm_head", workload, plan, tokens)
-    # Two passes over the logits in the model's type and two over their softmax in f32; backward
-    # reads the softmax and writes the gradient of the logits.
+    # Two passes over the logits in the model's dtype and two over their softmax in f32; the
+    # backward pass reads the softmax and writes the gradient of the logits.
     loss = Op("move", ((2 * workload.width + 8) * seen * vocab,), workload.dtype, name="loss")
     back = Op("move", ((workload.width + 4) * seen * vocab,), workload.dtype, name="loss")
     return PassOps(
@@ -111,14 +111,14 @@ def head_ops(workload: Workload, plan: Plan) -> PassOps:
 
 
 def update_ops(local_parameters: float, workload: Workload) -> tuple[Op, ...]:
-    """List the optimiser's pass over the parameters that a device updates."""
+    """The optimiser's pass over the parameters that a device updates."""
     if workload.mode != "train" or local_parameters <= 0:
         return ()
     return (Op("move", (round(UPDATE_BYTES * local_parameters),), workload.dtype, name="update"),)
 
 
 def _product(name: str, m: int, n: int, k: int, dtype: str, variant: str = "") -> PassOps:
-    """``(m, k) × (k, n)`` with the two products of its backward pass."""
+    """Product ``(m, k) × (k, n)`` with the two products of its backward pass."""
     return PassOps(
         (Op("linear", (m, n, k), dtype, variant=variant, name=name),),
         (Op("linear", (m, k, n), dtype, variant=variant, name=f"{name}_dx"),),
@@ -129,9 +129,9 @@ def _product(name: str, m: int, n: int, k: int, dtype: str, variant: str = "") -
 def _quantized(name: str, workload: Workload, m: int, n: int, k: int) -> PassOps:
     """A product of the layers, with the passes that quantise its operands.
 
-    Each of input, weight and incoming gradient is read once in ``dtype`` and written twice, as it
-    is and transposed, since products of 8 bits take both operands along the summed dimension
-    (Transformer Engine's documentation of FP8).
+    Each of input, weight and incoming gradient is read once in ``dtype`` and written twice, plain
+    and transposed, since 8-bit products take both operands along the summed dimension (Transformer
+    Engine's documentation of FP8).
     """
     if workload.product_dtype == workload.dtype:
         return _product(name, m, n, k, workload.dtype)
@@ -167,16 +167,16 @@ def _attention(workload: Workload, plan: Plan) -> PassOps:
         qkv = _quantized("qkv", workload, tokens, (heads + 2 * groups) * dim, d)
     out = _quantized("out", workload, tokens, d, heads * workload.value)
     length = workload.seq // plan.cp
-    # Values as wide as keys: ``part`` below is what narrower ones save.
+    # Values as wide as keys: ``part`` below accounts for narrower ones.
     shape = (tokens // length, heads, groups, dim, dim, length, length, int(workload.causal))
-    # With the sequence cut so that all ranks see as many pairs, each of the cp blocks that a rank
-    # meets has as many visible pairs as its own (causal), or all of them. Where a window hides
-    # pairs, or values are narrower than queries, attention takes that much less time.
+    # The sequence is split so that all ranks see equally many pairs: each of the cp blocks that a
+    # rank meets has as many visible pairs as its own (causal), or all of them. A window, or
+    # values narrower than queries, reduce the time of attention in proportion.
     part = (dim + workload.value) / (2.0 * dim)
     if workload.window:
         part *= workload.visible_pairs() / replace(workload, window=0).visible_pairs()
     core = _core(workload, shape, plan.cp * part)
-    # Queries and keys are rotated, values are not; backward rotates the other way at equal cost.
+    # Queries and keys are rotated, values are not; the backward rotation has the same cost.
     rope = Op("rope", (tokens, (heads + groups) * dim), dtype, name="rope")
     turn = (rope,) if workload.rope else ()
     add = _residual("add1", workload, plan, tokens)
@@ -189,12 +189,12 @@ def _attention(workload: Workload, plan: Plan) -> PassOps:
 
 
 def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
-    """Attention itself: fused, or its scores in memory.
+    """Attention itself: fused, or with its scores in memory.
 
-    Written out, the scores of all pairs, hidden ones too, are made by one product, pass through
-    scaling, mask and softmax in one kernel and through dropout in another, and go into a second
-    product; the backward pass has four products (Korthikanti et al., MLSys 2023, section 4.1,
-    counts what is kept: two bytes, one byte of mask and two bytes for each score).
+    Written out, one product makes the scores of all pairs, including masked ones; scaling, mask and
+    softmax run in one kernel and dropout in another, before the second product. The backward pass
+    has four products (Korthikanti et al., MLSys 2023, section 4.1, counts what is kept: two bytes,
+    one byte of mask and two bytes for each score).
     """
     dtype, name = workload.dtype, workload.attention
     if name not in WRITTEN_OUT:
@@ -206,7 +206,7 @@ def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
     scores = _product("scores", rows, keys, dim, dtype)
     values = _product("values", rows, dim, keys, dtype)
     width = workload.width
-    # XLA's softmax kernels read long rows again, as those of programs do.
+    # XLA's softmax kernels read long rows again, as in compiled programs.
     again = 1.0 + (fitted("passes").long_rows if name == "naive" else 0.0)
     ahead = round((4 * width + 1) * rows * keys * scale * again)
     behind = round((5 * width + 1) * rows * keys * scale * again)
@@ -220,7 +220,7 @@ def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
 def _latent(workload: Workload, plan: Plan, tokens: int) -> PassOps:
     """Queries, keys and values of multi-head latent attention (DeepSeek-V2, 2024, section 2.1).
 
-    The narrow products are not cut by ``tp``: every rank makes the compressed keys for itself.
+    The down-projections are not split by ``tp``: every rank computes all compressed keys.
     """
     w, heads = workload, workload.heads // plan.tp
     query = heads * (w.head + w.rope_dim)
@@ -250,7 +250,7 @@ def _feed_forward(workload: Workload, plan: Plan) -> PassOps:
 
 
 def _dense(workload: Workload, plan: Plan, tokens: int, width: int) -> PassOps:
-    """A plain feed-forward of a width, or the shared experts of a layer."""
+    """A dense feed-forward of a given width, or the shared experts of a layer."""
     d, dtype = workload.d_model, workload.dtype
     inner = width // plan.tp
     # Gate and up projection run as one product, as inference and training frameworks fuse them.
@@ -274,8 +274,8 @@ def _experts(workload: Workload, plan: Plan, norm: PassOps, add: Op) -> PassOps:
     shared = PassOps((), ())
     if workload.shared_experts:
         shared = _dense(workload, plan, tokens, workload.shared_experts * workload.d_ff)
-    # What arrives at a rank: as many copies of tokens as it sends out, for its own experts. Asked
-    # as a layer of these experts alone, the question stays among the sizes that were measured.
+    # Tokens arriving at a rank for its experts: as many copies as it sends out. Posed as a layer
+    # with only these experts, the query stays within the measured sizes.
     own = workload.experts // plan.ep
     chosen = min(workload.top_k, own)
     arrived = round(tokens * workload.top_k / chosen)
@@ -284,15 +284,15 @@ def _experts(workload: Workload, plan: Plan, norm: PassOps, add: Op) -> PassOps:
     scale = 1.0 if workload.gated else 2.0 / 3.0
     variant = QUANTIZED if dtype != workload.dtype else ""
     experts = Op("moe", shape, dtype, scale, variant, name="experts")
-    # Half of the backward pass makes gradients of weights.
+    # Half of the backward pass computes weight gradients.
     back = Op("moe", shape, dtype, scale * EXPERTS_BACKWARD / 2, variant, name="experts_dx")
     weights = Op("moe", shape, dtype, scale * EXPERTS_BACKWARD / 2, variant, name="experts_dw")
-    # Training frameworks sort the copies by expert and back in passes of their own, in either
-    # direction a read and a write (Megatron-LM's token dispatcher).
+    # Training frameworks sort the copies by expert, and back, in separate passes with a read and
+    # a write each (Megatron-LM's token dispatcher).
     sorting = round(4.0 * workload.width * arrived * chosen * workload.d_model)
     cast: tuple[Op, ...] = (Op("move", (sorting,), workload.dtype, name="permute"),)
     if variant:
-        # Inputs of both products, as for plain products; gradients are as many.
+        # Inputs of both products, as for dense products; there are as many gradients.
         width = workload.width + 2.0 * FORMATS[dtype].element_bytes
         moved = width * arrived * chosen * (workload.d_model + workload.d_ff / plan.tp)
         cast += (Op("move", (round(moved),), workload.dtype, name="experts_quantize"),)

@@ -1,10 +1,10 @@
-"""Bytes on a device of each pipeline stage.
+"""Memory of a device in each pipeline stage, in bytes.
 
 State in mixed precision: a parameter and its gradient in the model's dtype, and 12 bytes of
 optimiser state in f32: master weight and two moments of Adam (Rajbhandari et al., ZeRO, SC 2020).
-Weights of quantised products are kept as these take them, beside or instead of the former.
-Gradients are f32 where several micro-batches are added up. Activations are the tensors that the
-backward pass reads, with fused attention, which keeps no scores.
+Weights of quantised products are kept in quantised form, in addition to or instead of these.
+Gradients are f32 if several micro-batches accumulate. Activations are the tensors that the
+backward pass reads; fused attention keeps no scores.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .workload import WRITTEN_OUT, Workload
 
 #: Optimiser state per parameter: master weight and two moments of Adam in f32 (ZeRO, section 3.1).
 OPTIMIZER_BYTES = 12
-#: CUDA context, library workspaces and fragmentation of the allocator (engineering estimate; not
+#: CUDA context, library workspaces and allocator fragmentation in bytes (engineering estimate; not
 #: fitted).
 RESERVED_BYTES = 2.0 * 2**30
-#: Bytes of a bucket in which gradients are reduced: the default ``bucket_cap_mb`` of PyTorch's DDP.
-#: Two are in use at a time, one being filled and one being reduced.
+#: Bytes of a gradient bucket: the default ``bucket_cap_mb`` of PyTorch's DDP. Two are in use at a
+#: time, one being filled and one being reduced.
 BUCKET_BYTES = 25.0 * 2**20
 
 
@@ -44,10 +44,10 @@ class StageMemory:
         parameters: Parameters in the model's dtype.
         gradients: Their gradients.
         optimizer: Master weights and moments.
-        activations: Tensors kept for the backward pass, of all micro-batches in flight.
+        activations: Tensors kept for the backward pass, for all micro-batches in flight.
         temporary: Working set of one layer or of the head, and parameters gathered for use.
         buffers: Communication buffers.
-        reserved: Of the process besides: :data:`RESERVED_BYTES`, or what a framework's law says.
+        reserved: Other memory of the process: :data:`RESERVED_BYTES` or a fitted value.
     """
 
     parameters: float
@@ -64,7 +64,7 @@ class StageMemory:
         return float(sum(asdict(self).values()))
 
     def to_dict(self) -> dict[str, float]:
-        """Return plain data, the total included."""
+        """All parts and the total as plain data."""
         return {**asdict(self), "total": self.total}
 
 
@@ -74,26 +74,26 @@ def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
     for layer, count in kind_counts(workload, plan, stage).items():
         held = held + layer_held(layer, plan).times(count)
     ends = (stage == 0) + (stage == plan.pp - 1)
-    # Tied weights are shared on one device; in a pipeline both ends hold a copy.
+    # Tied weights are shared on one device; in a pipeline both end stages hold a copy.
     if plan.pp == 1 and workload.tied:
         ends = 1
     return held + table_held(workload, plan).times(ends)
 
 
 def stage_memory(workload: Workload, plan: Plan, stage: int, copies: int = 0) -> StageMemory:
-    """Count the bytes on one device of a stage.
+    """Memory on one device of a stage.
 
     Args:
-        workload: The model.
-        plan: Resolved: ``microbatches`` is set.
-        stage: From 0.
-        copies: Of the weights of quantised products, that are kept as these take them.
+        workload: Model.
+        plan: Resolved plan.
+        stage: Stage, from 0.
+        copies: Quantised copies of the weights of quantised products.
     """
     held = stage_held(workload, plan, stage)
     train = workload.mode == "train"
     own = local_parameters(held, plan)
     zero = plan.stage
-    # ZeRO 1 shards optimiser state, 2 gradients as well, 3 parameters as well.
+    # ZeRO 1 shards optimiser state, 2 also gradients, 3 also parameters.
     kept = own if zero >= 3 else held.total
     summed = own if zero >= 2 else held.total
     return StageMemory(
@@ -107,9 +107,9 @@ def stage_memory(workload: Workload, plan: Plan, stage: int, copies: int = 0) ->
 
 
 def _quantised(workload: Workload, plan: Plan, stage: int, copies: int) -> float:
-    """Bytes of quantised copies of a stage's weights, less those of the weights that they replace.
+    """Bytes of quantised copies of a stage's weights, less the weights that they replace.
 
-    Copies of gathered weights (ZeRO 3) go with these.
+    Quantised copies of gathered weights (ZeRO 3) are discarded with them.
     """
     if not copies or workload.operand_width >= workload.width or plan.stage >= 3:
         return 0.0
@@ -120,14 +120,14 @@ def _quantised(workload: Workload, plan: Plan, stage: int, copies: int) -> float
 
 
 def layer_activations(workload: Workload, plan: Plan) -> float:
-    """Return the bytes of one micro-batch that a layer's backward pass needs, on one device.
+    """Bytes of one micro-batch that a layer's backward pass needs, on one device.
 
     ``none`` keeps the inputs of both norms, the input of each block's first product, queries, keys,
     values and the result of attention, both results of the first feed-forward product and the input
     of the second. ``selective`` recomputes the results of norms and activation, ``full`` everything
-    but the layer's input (compare Korthikanti et al., MLSys 2023, section 4). Operands that
-    products take quantised are kept so; the result of attention, which its own backward pass reads,
-    as it is as well (Transformer Engine's ``Linear``).
+    but the layer's input (compare Korthikanti et al., MLSys 2023, section 4). Operands of quantised
+    products are kept quantised; the result of attention is also kept as it is for its own backward
+    pass (Transformer Engine's ``Linear``).
     """
     tokens, width = micro_tokens(workload, plan), workload.width
     narrow = workload.operand_width
@@ -139,7 +139,7 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     # Queries and the result by query heads, keys and values by key-value heads.
     attention = tokens * workload.head * (2 * heads + 2 * groups)
     if workload.kv_lora:
-        # Queries, keys, values and the result, each with its heads, and their compressed forms.
+        # Queries, keys, values and the result, by heads, and their compressed forms.
         wide = 2 * (workload.head + workload.rope_dim) + 2 * workload.value
         compressed = workload.q_lora + workload.kv_lora + workload.rope_dim
         attention = tokens * (heads * wide + compressed)
@@ -148,8 +148,8 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     inner = (rows + tokens * workload.shared_experts) * workload.d_ff / plan.tp
     selective = plan.recompute == "selective"
     fed = inner * (workload.matrices - 1)
-    # Operands: results of both norms, what the second product of the feed-forward takes, and a
-    # quantised copy of the result of attention.
+    # Operands: results of both norms, the input of the second feed-forward product, and a quantised
+    # copy of the result of attention.
     operands = 0.0 if selective else 2 * residual + inner
     if narrow < width:
         operands += tokens * heads * workload.value
@@ -158,30 +158,30 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     # Fused attention keeps one f32 per row and head, the log-sum-exp of the scores.
     statistics = 4.0 * tokens * heads
     if workload.attention in WRITTEN_OUT and not selective:
-        # Scores before and after dropout, and its mask.
+        # Scores before and after dropout, and the dropout mask.
         statistics = tokens * heads * workload.seq / plan.cp * (2 * width + 1.0)
     kept = (2 * residual + attention + fed + routed) * width
     return kept + operands * narrow + statistics
 
 
 def box_host(workload: Workload, plan: Plan, box: int) -> float:
-    """Count the bytes that offloading keeps in the memory of the host that holds most of them.
+    """Bytes offloaded to the host of the fullest box.
 
     Args:
-        workload: The model.
-        plan: Resolved: ``microbatches`` is set.
-        box: Devices under one host.
+        workload: Model.
+        plan: Resolved plan.
+        box: Devices per host.
     """
     if plan.offload == "none" or workload.mode != "train":
         return 0.0
     own = np.array([_stage_host(workload, plan, stage) for stage in range(plan.pp)])
-    # Stages are outermost in the order of ranks, which fill one box after the other.
+    # Stages are outermost in rank order, and ranks fill one box after the other.
     ranks = np.repeat(own, plan.devices // plan.pp)
     return float(np.add.reduceat(ranks, np.arange(0, len(ranks), box)).max())
 
 
 def _stage_host(workload: Workload, plan: Plan, stage: int) -> float:
-    """Bytes that a device of a stage keeps in its host's memory."""
+    """Bytes that a device of a stage offloads to its host."""
     if plan.offload == "optimizer":
         return local_parameters(stage_held(workload, plan, stage), plan) * OPTIMIZER_BYTES
     kept = stage_activations(workload, plan.changed(offload="none"), stage)
@@ -189,31 +189,31 @@ def _stage_host(workload: Workload, plan: Plan, stage: int) -> float:
 
 
 def stage_activations(workload: Workload, plan: Plan, stage: int) -> float:
-    """Count the bytes of activations on one device of a stage, of all micro-batches in flight."""
+    """Bytes of activations on one device of a stage, for all micro-batches in flight."""
     kinds = kind_counts(workload, plan, stage).items()
     layers = [(layer_activations(layer, plan), count) for layer, count in kinds]
     if plan.offload == "activations":
-        # Two layers' worth: the one in use and the one on its way.
+        # Two layers' worth: the one in use and the one in transfer.
         return 2.0 * max((size for size, _ in layers), default=0.0)
     flying = in_flight(plan.schedule, stage, plan.pp, plan.microbatches, plan.virtual)
-    # Without a pipeline micro-batches accumulate one by one, whatever the schedule's name.
+    # Without a pipeline micro-batches run one by one, whatever the schedule.
     if plan.pp == 1:
         flying = 1.0
     return flying * sum(size * count for size, count in layers)
 
 
 def _temporary(workload: Workload, plan: Plan, stage: int) -> float:
-    """Return the largest working set: of a layer that is computed again, or of the loss."""
+    """Largest working set in bytes: of a layer that is recomputed, or of the loss."""
     tokens, width = micro_tokens(workload, plan), workload.width
     inner = tokens * max(1, workload.top_k) * workload.d_ff / plan.tp
     # The feed-forward's intermediates, and the residual with the block's result.
     layer = width * (inner * workload.matrices + 2.0 * tokens * workload.d_model)
-    # The layer that is recomputed has all of its activations for a moment.
+    # A recomputed layer has all of its activations for a moment.
     if plan.recompute == "full" and workload.mode == "train":
         layer += layer_activations(workload, plan.changed(recompute="none"))
     gathered = 0.0
     if plan.stage >= 3:
-        # The layer in use and the one gathered ahead (``ahead`` of ``run_passes``).
+        # The layer in use and the one gathered ahead (:func:`~.stage_times.run_passes`).
         gathered = 2.0 * layer_held(workload, plan).total * width
     loss = 0.0
     if stage == plan.pp - 1:
@@ -227,7 +227,7 @@ def _buffers(workload: Workload, plan: Plan) -> float:
     size = float(micro_tokens(workload, plan)) * workload.d_model * workload.width
     # Sequence parallelism gathers the full sequence before each block; all-reduces work in place.
     tensor = size if plan.tp > 1 and plan.sp else 0.0
-    # One buffer each way between stages.
+    # One buffer in each direction between stages.
     hops = 2.0 * size / plan.sequence_parallel if plan.pp > 1 else 0.0
     shared = any(
         s.size * r.size > 1 for _, s, r in parameter_groups(layer_held(workload, plan), plan)

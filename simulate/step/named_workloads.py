@@ -1,4 +1,4 @@
-"""Workloads by the name of a family or model, a file or a configuration."""
+"""Workloads by name of a family or model, or from a file or configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .workload import ALIASES, Workload
 
 
 def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
-    """A workload from a family, or a model of ``presets.yaml``, and settings.
+    """A workload from a family or a model of ``presets.yaml``, and settings.
 
     Raises:
         PlanError: The family or a key is unknown, or the sizes do not fit.
@@ -24,7 +24,7 @@ def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
     return build(Workload, values, f"workload {family}", **known)
 
 
-#: Sizes that are read only where another is given.
+#: Sizes that have an effect only if another one is given.
 _NEEDS = {
     "shared_experts": "experts",
     "expert_boxes": "experts",
@@ -38,14 +38,14 @@ _NEEDS = {
 
 
 def read_by_model(workload: Workload, given: Mapping[str, object]) -> Workload:
-    """Return a workload all of whose given sizes have an effect.
+    """Check that all given sizes have an effect, and return the workload.
 
     Args:
-        workload: The model.
-        given: Settings that a user gives, by name.
+        workload: Model.
+        given: Settings from the user, by name.
 
     Raises:
-        PlanError: A size is read only where another is given.
+        PlanError: A size has no effect without another one.
     """
     for name, needs in _NEEDS.items():
         if name not in given or getattr(workload, needs):
@@ -76,8 +76,8 @@ def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()
     """Read a workload from a name or a file; settings take precedence.
 
     Args:
-        text: A family or a model of ``presets.yaml``, a YAML file with ``family``
-            and sizes, or a model's ``config.json``.
+        text: A family, a model of ``presets.yaml``, a YAML file with ``family`` and sizes, or a
+            model's ``config.json``.
         settings: Texts such as ``layers=32,d_model=4096``, or sizes by name.
 
     Raises:
@@ -104,16 +104,16 @@ def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()
 
 
 def workload_notes(text: str, served: bool = False) -> tuple[str, ...]:
-    """What of a model by name or ``config.json`` its workload leaves out.
+    """Notes on parts of a model that its workload leaves out.
 
     Args:
-        text: As of :func:`read_workload`.
-        served: Whether it is served, which leaves out less.
+        text: Name or file, as in :func:`read_workload`.
+        served: Whether the model is served, which leaves out less.
     """
     if text.lower().endswith(".json"):
         found: Preset | None = read_config(Path(text))
     elif served and unsupported(text):
-        # Serving knows some that no step can describe.
+        # Serving supports some models that no step can describe.
         found = None
     else:
         found = None if text in family_settings() else find_preset(text)

@@ -1,14 +1,14 @@
-"""Pipelines: what each stage runs in which order, and when; one track per stage.
+"""Pipeline schedules: the order of each stage's tasks, and their times; one track per stage.
 
 - ``gpipe``: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
 - ``1f1b``: as many forwards as there are stages ahead, then one backward and one forward in turn
   (Narayanan et al., PipeDream, SOSP 2019; memory-efficient form: PipeDream-2BW, ICML 2021).
 - ``interleaved``: each device holds several chunks of layers (Narayanan et al., SC 2021).
-- ``zero-bubble``: gradients of weights fill the bubble: ZB-H1 (Qi et al., Zero Bubble Pipeline
+- ``zero-bubble``: weight gradients fill the bubble: ZB-H1 (Qi et al., Zero Bubble Pipeline
   Parallelism, ICLR 2024).
 
 A task starts when its stage is free and its input has arrived. Times may be arrays with one entry
-for each random draw, so that a whole sample of pipelines runs at once.
+per random draw, so that a whole sample of pipelines runs at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Kinds of tasks, with the letters of the zero-bubble paper: W makes gradients of weights.
+#: Kinds of tasks, with the letters of the zero-bubble paper: W computes weight gradients.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}
 
@@ -36,16 +36,16 @@ class Task(NamedTuple):
 Order = tuple[Task, ...]
 
 
-# Sweeps ask for the same few orders again and again, and long ones hold thousands of tasks.
+# Sweeps ask for the same few orders repeatedly, and long ones hold thousands of tasks.
 @lru_cache(maxsize=64)
 def orders(schedule: str, stages: int, micros: int, chunks: int = 1) -> tuple[Order, ...]:
-    """Return what each stage runs, in order.
+    """Tasks of each stage, in order.
 
     Args:
         schedule: One of :data:`~.plan.SCHEDULES`.
         stages: Devices of the pipeline.
         micros: Micro-batches; a multiple of ``stages`` for ``interleaved``.
-        chunks: Chunks of a device, for ``interleaved``.
+        chunks: Chunks per device, for ``interleaved``.
     """
     make = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "zero-bubble": _zero_bubble}
     if schedule == "interleaved":
@@ -54,7 +54,7 @@ def orders(schedule: str, stages: int, micros: int, chunks: int = 1) -> tuple[Or
 
 
 def forward_orders(stages: int, micros: int, chunks: int = 1) -> tuple[Order, ...]:
-    """Return what each stage runs where there is no backward pass."""
+    """Tasks of each stage without a backward pass."""
     if chunks == 1:
         return tuple(tuple(Task(FORWARD, m) for m in range(micros)) for _ in range(stages))
     # The order of interleaved training, without its backward tasks.
@@ -63,11 +63,11 @@ def forward_orders(stages: int, micros: int, chunks: int = 1) -> tuple[Order, ..
 
 
 def in_flight(schedule: str, stage: int, stages: int, micros: int, chunks: int = 1) -> float:
-    """Return the most micro-batches whose activations a stage keeps at a time.
+    """Maximum number of micro-batches whose activations a stage keeps at a time.
 
     Counted in whole stages, so that interleaved chunks are fractions.
 
-    GPipe keeps all; 1F1B ``p - stage``; ZB-H1 ``p`` (inputs wait for the gradients of weights);
+    GPipe keeps all; 1F1B ``p - stage``; ZB-H1 ``p`` (inputs wait for the weight gradients);
     interleaving ``(2 (p - stage - 1) + (v - 1) p + 1) / v``.
     """
     if schedule == "gpipe":
@@ -94,9 +94,9 @@ def _one_forward_one_backward(stage: int, stages: int, micros: int) -> Order:
 
 
 def _zero_bubble(stage: int, stages: int, micros: int) -> Order:
-    """ZB-H1: 1F1B whose gradients of weights come ``stage`` micro-batches late.
+    """ZB-H1: 1F1B whose weight gradients come ``stage`` micro-batches late.
 
-    Later stages owe more of them when their forwards run out, and fill the bubble with these.
+    Later stages have more of them left when their forwards run out, and fill the bubble with them.
     """
     tasks: list[Task] = []
     done = 0
@@ -114,7 +114,7 @@ def _warm_up(stage: int, stages: int, micros: int, chunks: int) -> int:
 
 
 def _virtual(index: int, stages: int, chunks: int, kind: str) -> Task:
-    """Return a kind's ``index``-th task: groups of ``stages`` micro-batches, chunk by chunk."""
+    """The ``index``-th task of a kind: groups of ``stages`` micro-batches, chunk by chunk."""
     turn, place = divmod(index, stages * chunks)
     chunk, micro = divmod(place, stages)
     # Backward goes through the chunks from the last layer to the first.
@@ -143,7 +143,7 @@ class PipelineRun:
     """Start and end of each task.
 
     Attributes:
-        tasks: Tasks of each stage in the order in which they run, with start and end in seconds.
+        tasks: Tasks of each stage in execution order, with start and end in seconds.
         makespan: End of the last task.
     """
 
@@ -151,27 +151,27 @@ class PipelineRun:
     makespan: Seconds
 
     def end(self, stage: int) -> Seconds:
-        """Return the end of a stage's last task."""
+        """End of a stage's last task."""
         return self.tasks[stage][-1][2]
 
     def busy(self, stage: int) -> Seconds:
-        """Return the seconds that a stage is busy."""
+        """Seconds for which a stage is busy."""
         return sum(end - start for _, start, end in self.tasks[stage])
 
 
 def run_pipeline(
     orders: Sequence[Order], duration: Duration, hop: float = 0.0, chunks: int = 1
 ) -> PipelineRun:
-    """Place all tasks.
+    """Compute the start and end of all tasks.
 
     Args:
-        orders: What each stage runs, from :func:`orders`.
+        orders: Tasks of each stage, from :func:`orders`.
         duration: Seconds of a task; arrays of one shape run that many pipelines at once.
-        hop: Seconds from one stage to the next, beside the computation.
-        chunks: Chunks of a device; the last stage's chunk feeds the first stage's next one.
+        hop: Seconds from one stage to the next, which overlap computation.
+        chunks: Chunks per device; the last stage's chunk feeds the first stage's next one.
 
     Raises:
-        ValueError: The orders wait for one another.
+        ValueError: The orders deadlock.
     """
     ends: list[Seconds] = []
     tracks: list[list[tuple[Task, Seconds, Seconds]]] = [[] for _ in orders]
@@ -189,17 +189,17 @@ def run_pipeline(
     return PipelineRun(tuple(tuple(t) for t in tracks), makespan)
 
 
-#: A task of a stage, and where in the list the tasks are that it waits for; whether on others.
+#: A stage, its task, and the list positions of the task's inputs, each with whether it is remote.
 _Placed = tuple[int, Task, tuple[tuple[int, bool], ...]]
 
 
 # A step asks for the same orders with and without hops, and a sweep for few.
 @lru_cache(maxsize=64)
 def _placeable(orders: tuple[Order, ...], chunks: int) -> tuple[_Placed, ...]:
-    """All tasks, each after those that it waits for.
+    """All tasks in an order in which each follows its inputs.
 
     Raises:
-        ValueError: The orders wait for one another.
+        ValueError: The orders deadlock.
     """
     stages = len(orders)
     done: dict[tuple[int, Task], int] = {}
@@ -225,7 +225,7 @@ def _placeable(orders: tuple[Order, ...], chunks: int) -> tuple[_Placed, ...]:
 
 
 def producers(stage: int, task: Task, stages: int, chunks: int) -> list[tuple[int, Task]]:
-    """Return the stages and tasks that a task of a stage takes its input from."""
+    """Stages and tasks from which a task takes its input."""
     kind, micro, chunk = task
     if kind == WEIGHTS:
         return [(stage, Task(BACKWARD, micro, chunk))]

@@ -1,4 +1,4 @@
-"""Parallel plans: how a model is spread over devices, and whether its parts divide.
+"""Parallel plans: how a model is distributed over devices, and checks that its parts divide.
 
 Ranks are numbered with the tensor-parallel index innermost, then context, FSDP and data-parallel,
 and pipeline stages outermost, so that the busiest groups have the closest devices (Narayanan et
@@ -18,15 +18,15 @@ from ...common.types import JsonObject
 from .settings import build, once, read_pairs
 from .workload import Workload, layer_kinds
 
-#: Orders of micro-batches in a pipeline; :mod:`.pipeline` names their papers.
+#: Pipeline schedules; :mod:`.pipeline` cites their papers.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
-#: What the backward pass computes again instead of keeping it (names as in Megatron-LM).
+#: What the backward pass recomputes (names as in Megatron-LM).
 RECOMPUTE = ("none", "selective", "full")
-#: What is kept in the host's memory.
+#: What is kept in host memory.
 OFFLOAD = ("none", "optimizer", "activations")
 #: Dtypes in which gradients are reduced.
 REDUCE = ("", "bf16", "f32")
-#: Other names of keys.
+#: Aliases of keys.
 ALIASES = {
     "microbatch": "microbatches",
     "accumulation": "microbatches",
@@ -39,8 +39,8 @@ ALIASES = {
     "chunks": "virtual",
     "recompute_granularity": "recompute",
 }
-#: Tokens of a micro-batch that is chosen: enough rows to fill the matrix units of a large GPU
-#: (engineering estimate; not fitted).
+#: Target size of an automatically chosen micro-batch in tokens: enough rows to fill the matrix
+#: units of a large GPU (engineering estimate; not fitted).
 TOKENS = 8192
 
 
@@ -53,32 +53,32 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A parallel plan; the product of ``dp``, ``fsdp``, ``tp``, ``cp`` and ``pp`` is all devices.
+    """A parallel plan; ``dp * fsdp * tp * cp * pp`` is the number of devices.
 
     Attributes:
         dp: Data-parallel replicas.
         fsdp: Devices over which parameters, gradients and optimiser state are sharded (ZeRO 3, see
-            ``stage``); each holds its part of the batch. With ``dp`` the shards are replicated.
-        tp: Tensor-parallel devices of a layer.
-        sp: Whether norms and residuals are split along the sequence where ``tp`` is above 1
+            ``stage``); each processes a part of the batch. With ``dp`` the shards are replicated.
+        tp: Tensor-parallel devices.
+        sp: Whether norms and residuals are split along the sequence if ``tp`` is above 1
             (Korthikanti et al., Reducing Activation Recomputation, MLSys 2023).
         pp: Pipeline stages.
         ep: Expert-parallel devices; divides ``dp * fsdp``.
         cp: Context-parallel devices: parts of the sequence (ring attention).
         zero: ZeRO stage over the ``dp`` ranks, 0 to 3 (Rajbhandari et al., ZeRO, SC 2020).
-        microbatches: Micro-batches that a replica processes one after the other in a step, whose
-            gradients add up; 0 chooses: about 8192 tokens each.
+        microbatches: Micro-batches that a replica processes in turn in a step and whose gradients
+            accumulate; 0 chooses: about 8192 tokens each.
         schedule: One of :data:`SCHEDULES`.
-        virtual: Model chunks of a device under ``interleaved``.
+        virtual: Model chunks per device for ``interleaved``.
         recompute: One of :data:`RECOMPUTE`.
         offload: One of :data:`OFFLOAD`.
-        overlap: Whether communication may run beside computation.
-        hide_experts: Whether the exchange of tokens with experts runs beside the computation of
+        overlap: Whether communication may overlap computation.
+        hide_experts: Whether the exchange of tokens with experts overlaps the computation of
             another micro-batch (DualPipe: DeepSeek-V3, 2024, section 3.2.1).
-        reduce: Dtype in which gradients are reduced, ``bf16`` or ``f32``; empty for f32 where
-            micro-batches add up and the model's dtype elsewhere.
-        quantized_weights: Whether parameters are gathered as operands of 8 bits, where products
-            have these (FP8 parameters of Transformer Engine); ``None`` if a plan does not say.
+        reduce: Dtype in which gradients are reduced, ``bf16`` or ``f32``; empty for f32 if
+            micro-batches accumulate and the model's dtype otherwise.
+        quantized_weights: Whether parameters are gathered as 8-bit operands of quantised products
+            (FP8 parameters of Transformer Engine); ``None`` if unspecified.
     """
 
     dp: int = 1
@@ -100,7 +100,7 @@ class Plan:
     quantized_weights: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check what does not depend on a model or a cluster.
+        """Check everything that does not depend on a model or a cluster.
 
         Raises:
             PlanError: A degree is not positive, or settings contradict one another.
@@ -126,7 +126,7 @@ class Plan:
                 where="plan",
                 hint="zero is 0 to 3, microbatches at least 1 (0 chooses)",
             )
-        # zero=3 with fsdp is consistent: in a pipeline it shards within a step as well.
+        # zero=3 with fsdp is consistent: in a pipeline it also shards within a step.
         if self.fsdp > 1 and self.zero in (1, 2):
             raise PlanError(
                 "fsdp shards parameters, which zero=1 and zero=2 do not",
@@ -151,31 +151,32 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """Devices that take part."""
+        """Number of devices."""
         return self.dp * self.fsdp * self.tp * self.cp * self.pp
 
     @property
     def batch_ranks(self) -> int:
-        """Number of parts that the batch is cut into."""
+        """Number of parts into which the batch is split."""
         return self.dp * self.fsdp
 
     @property
     def sequence_parallel(self) -> int:
-        """Parts of a sequence in norms and residuals, besides ``cp``."""
+        """Parts of a sequence in norms and residuals, in addition to ``cp``."""
         return self.tp if self.sp else 1
 
     @property
     def rounds_in_chunk(self) -> int:
-        """Micro-batches that go through a chunk of layers before the next chunk begins."""
+        """Micro-batches that pass through a chunk of layers before the next chunk starts."""
         # Interleaving takes groups of ``pp`` of them through each chunk (``_virtual`` of pipeline).
         return self.pp if self.virtual > 1 else 1
 
     @property
     def stage(self) -> int:
-        """ZeRO stage of a step: 3 for ``fsdp``, in a pipeline 1, if not 3 is said.
+        """Effective ZeRO stage: ``zero`` if set; else 3 for ``fsdp``, or 1 for it in a pipeline.
 
-        There parameters are gathered and gradients reduced once a step, and both are whole within
-        it (``torch.distributed.pipelining``; Grattafiori et al., Llama 3, 2024, section 3.3.2).
+        In a pipeline parameters are gathered and gradients reduced once a step, and both are whole
+        within it (``torch.distributed.pipelining``; Grattafiori et al., Llama 3, 2024, section
+        3.3.2).
         """
         return self.zero or ((1 if self.pp > 1 else 3) if self.fsdp > 1 else 0)
 
@@ -191,7 +192,7 @@ class Plan:
 
     @property
     def shard_group(self) -> Group:
-        """Ranks over which state is sharded: FSDP or ZeRO ranks, with those of the context."""
+        """Ranks over which state is sharded: FSDP or ZeRO ranks, times those of the context."""
         # Context-parallel ranks hold the same parameters and so count as data-parallel ones here.
         if self.fsdp > 1:
             return Group(self.fsdp * self.cp, self.tp)
@@ -206,7 +207,7 @@ class Plan:
 
     @property
     def expert_group(self) -> Group:
-        """Ranks among which the experts of a layer are spread."""
+        """Ranks over which the experts of a layer are distributed."""
         return Group(self.ep, self.tp * self.cp)
 
     @property
@@ -221,13 +222,13 @@ class Plan:
         return Group(2, self.pipeline_group.stride * max(1, self.pp - 1))
 
     def changed(self, **changes: Any) -> Plan:
-        """Return the plan with some settings changed."""
+        """Copy of the plan with some settings changed."""
         return replace(self, **changes)
 
     def text(self) -> str:
-        """Return the settings that differ from the defaults, and the schedule of a pipeline.
+        """Settings that differ from the defaults, and the schedule of a pipeline.
 
-        A text without the latter is silent on it, which is not the default.
+        The schedule is always included, because a text without one leaves it open.
         """
         default = Plan()
         parts = [
@@ -240,10 +241,10 @@ class Plan:
 
 
 def parse_plan(text: str) -> Plan:
-    """Read a plan from ``tp=8,pp=4,dp=4`` or a YAML file.
+    """Parse a plan from ``tp=8,pp=4,dp=4`` or a YAML file.
 
     Raises:
-        PlanError: The text is malformed, or a key or value is not known.
+        PlanError: The text is malformed, or a key or value is unknown.
     """
     values = _read(text)
     # Sequence parallelism is a switch; tools that give a degree can only mean tp.
@@ -255,25 +256,25 @@ def parse_plan(text: str) -> Plan:
                 hint="sequence parallelism runs over the tensor-parallel ranks: write sp=true",
             )
         values["sp"] = True
-    # Chunks are those of the interleaved schedule alone.
+    # Only the interleaved schedule has chunks.
     if str(values.get("virtual", 1)) != "1":
         values.setdefault("schedule", "interleaved")
     return build(Plan, values, "plan")
 
 
 def says_schedule(text: str) -> bool:
-    """Whether a well-formed plan says of its pipeline's schedule or chunks."""
+    """Whether a well-formed plan specifies its pipeline's schedule or chunks."""
     return not _read(text).keys().isdisjoint(("schedule", "virtual"))
 
 
 def _read(text: str) -> JsonObject:
-    """Settings by the names of a plan's fields."""
+    """Settings by the field names of a plan."""
     pairs = read_pairs(text, "plan").items()
     return once(((key.lower(), value) for key, value in pairs), ALIASES, "plan")
 
 
 def idle_setting(workload: Workload, plan: Plan) -> str:
-    """Say which setting changes nothing, and what it needs; empty if all of them matter."""
+    """The setting that has no effect, and what it needs, as text; empty if all have an effect."""
     trains = workload.mode == "train"
     alone = plan.dp * plan.fsdp * plan.cp == 1
     unused = not plan.stage or workload.product_bits != 8
@@ -296,8 +297,8 @@ def idle_setting(workload: Workload, plan: Plan) -> str:
 
 
 def stage_layers(layers: int, plan: Plan) -> list[int]:
-    """Return the layers of each stage; first and last get the smaller share if it is uneven."""
-    # The ends also hold embedding and head, which take time and memory of their own.
+    """Layers of each stage; the first and last get the smaller share if it is uneven."""
+    # The end stages also hold embedding and head, which take time and memory.
     least, more = divmod(layers, plan.pp)
     middle = sorted(range(plan.pp), key=lambda s: (s in (0, plan.pp - 1), s))
     fuller = set(middle[:more])
@@ -307,7 +308,7 @@ def stage_layers(layers: int, plan: Plan) -> list[int]:
 def stage_kinds(workload: Workload, plan: Plan, stage: int) -> tuple[Workload, ...]:
     """Layers of a stage, as :func:`layer_kinds` gives them.
 
-    Chunks of interleaved stages are taken to hold neighbouring layers.
+    Chunks of interleaved stages are assumed to hold neighbouring layers.
     """
     counts = stage_layers(workload.layers, plan)
     first = sum(counts[:stage])
@@ -315,22 +316,22 @@ def stage_kinds(workload: Workload, plan: Plan, stage: int) -> tuple[Workload, .
 
 
 def kind_counts(workload: Workload, plan: Plan, stage: int) -> dict[Workload, int]:
-    """How many layers of each kind a stage has, in the order of their first."""
+    """Number of layers of each kind in a stage, in order of first occurrence."""
     if not workload.mixed:
         return {workload: stage_layers(workload.layers, plan)[stage]}
     return dict(Counter(stage_kinds(workload, plan, stage)))
 
 
 def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
-    """Return the plan with its micro-batches chosen, checked against model and cluster.
+    """Choose the number of micro-batches, and check the plan against model and cluster.
 
     Args:
-        workload: The model.
-        plan: The plan.
+        workload: Model.
+        plan: Plan.
         devices: Devices of the cluster.
 
     Raises:
-        PlanError: Plan, model and cluster do not fit; the message says what to change.
+        PlanError: Plan, model and cluster do not match; the message says what to change.
     """
     if plan.devices != devices:
         raise PlanError(
@@ -343,7 +344,7 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
     _divides("cp", plan.cp, "seq", workload.seq)
     _divides("tp*cp", plan.sequence_parallel * plan.cp, "seq", workload.seq)
     _divides("dp*fsdp", plan.batch_ranks, "batch", workload.batch)
-    # More tensor-parallel ranks than key-value heads replicate these, each as often as the others.
+    # With more tensor-parallel ranks than key-value heads, each head has equally many copies.
     if plan.tp > workload.groups:
         _divides("kv_heads", workload.groups, "tp", plan.tp)
     else:
@@ -352,7 +353,7 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
         if not workload.experts:
             raise PlanError(f"ep={plan.ep}, but the model has no experts", hint="use ep=1")
         _divides("ep", plan.ep, "experts", workload.experts)
-    # Embedding and head may take the places of a layer each (Megatron-LM's
+    # Embedding and head may take the place of a layer each (Megatron-LM's
     # account-for-embedding-in-pipeline-split), so that 126 layers make 128 chunks.
     if plan.pp * plan.virtual > workload.layers + 2 * (plan.virtual > 1):
         raise PlanError(
@@ -393,6 +394,6 @@ def _choose_microbatches(own: int, workload: Workload, plan: Plan) -> int:
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors, in order."""
+    """All divisors in increasing order."""
     low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})

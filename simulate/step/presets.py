@@ -1,4 +1,4 @@
-"""Models by name as settings of a workload."""
+"""Workload settings of models by name."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import NamedTuple
 from ...common.errors import PlanError
 from ...common.files import own_data
 
-#: What to do about a model that a workload cannot describe.
+#: Hint for a model that a workload cannot describe.
 INSTEAD = "predict its program instead: opcast predict FILE --device NAME"
 
 
 class Recurrence(NamedTuple):
-    """Sizes of a layer with a recurrent state.
+    """Sizes of a recurrent layer.
 
     Attributes:
         inner: Columns of its input projections.
         outer: Rows of its output projection.
-        state: Elements that it keeps of a sequence; its short convolution's are left out, some
-            two per cent as many bytes.
+        state: Elements of its state per sequence, without that of the short convolution, which is
+            about 2 % as large.
     """
 
     inner: int
@@ -31,19 +31,19 @@ class Recurrence(NamedTuple):
 
 @dataclass(frozen=True)
 class Preset:
-    """A model as settings of a workload.
+    """A model as workload settings.
 
     Attributes:
-        settings: By field of :class:`~.workload.Workload`.
-        notes: What of the model is left out.
-        step_notes: What steps leave out, but serving does not.
-        published: Parameters that its source states; 0 where none is known.
-        source: Where the sizes are from.
-        linear_layers: Layers with a recurrent state instead of attention over a cache.
-        recurrence: Sizes of these layers; ``None`` where none are known.
-        bare_layers: Layers without a feed-forward.
-        weights: Format that a checkpoint's weights are published in; empty for 16 bits.
-        served_only: Why serving alone can describe it; empty if steps can as well.
+        settings: Values by field of :class:`~.workload.Workload`.
+        notes: Parts of the model that are left out.
+        step_notes: Parts that steps leave out but serving does not.
+        published: Number of parameters stated by the source; 0 if unknown.
+        source: Source of the sizes.
+        linear_layers: Number of recurrent layers, which have no KV cache.
+        recurrence: Sizes of these layers; ``None`` if unknown.
+        bare_layers: Number of layers without a feed-forward.
+        weights: Format of the published weights; empty for 16 bits.
+        served_only: Why only serving can describe it; empty if steps can as well.
     """
 
     settings: dict[str, object]
@@ -59,7 +59,7 @@ class Preset:
 
 
 def find_preset(name: str) -> Preset | None:
-    """Return a model of ``presets.yaml``; ``None`` if there is none of that name.
+    """A model of ``presets.yaml``; ``None`` if the name is unknown.
 
     Args:
         name: Such as ``llama-3-8b``; case and underscores do not matter.
@@ -73,7 +73,7 @@ def find_preset(name: str) -> Preset | None:
 
 
 def unsupported(name: str) -> str:
-    """Why no workload can describe a model that is known; empty for others."""
+    """Why no workload can describe a known model; empty for others."""
     own = name.lower().replace("_", "-")
     families = _read()[1].items()
     return next((why for f, why in families if own == f or own.startswith(f + "-")), "")
@@ -85,12 +85,12 @@ def preset_names() -> list[str]:
 
 
 def family_settings() -> dict[str, dict[str, object]]:
-    """Settings of each family in which it differs from the defaults of ``Workload``."""
+    """Settings of each family that differ from the defaults of ``Workload``."""
     return _read()[2]
 
 
 def close_names(name: str) -> list[str]:
-    """Names like one that is not known."""
+    """Names that resemble an unknown one."""
     return difflib.get_close_matches(name.lower(), preset_names(), 4, 0.5)
 
 

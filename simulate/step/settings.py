@@ -1,4 +1,4 @@
-"""Settings as text or YAML: ``tp=8,pp=4`` and files of the same keys, checked by field types."""
+"""Settings as text (``tp=8,pp=4``) or YAML with the same keys, checked against field types."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...common.types import JsonObject
 
 T = TypeVar("T")
 V = TypeVar("V")
-#: YAML 1.1 booleans, which ``key=value`` text accepts as well.
+#: YAML 1.1 booleans, which ``key=value`` text also accepts.
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def sizes_of(texts: Sequence[str], option: str = "--set") -> JsonObject:
-    """Settings, such as sizes of a model, from texts such as ``layers=32,d_model=4096``.
+    """Settings, such as model sizes, from texts such as ``layers=32,d_model=4096``.
 
     Args:
-        texts: Those of an option that may be given again.
-        option: Its name, for messages.
+        texts: Values of an option that may be repeated.
+        option: Name of the option, for messages.
 
     Raises:
         PlanError: A part is not a pair, or a name is given twice.
@@ -33,15 +33,15 @@ def sizes_of(texts: Sequence[str], option: str = "--set") -> JsonObject:
 
 
 def once(pairs: Iterable[tuple[str, V]], aliases: Mapping[str, str], what: str) -> dict[str, V]:
-    """Settings by their own names.
+    """Settings by canonical name.
 
     Args:
-        pairs: Names, which may be other names, and values.
-        aliases: Own names by other names.
-        what: What they describe, for messages.
+        pairs: Names, possibly aliases, and values.
+        aliases: Canonical names by alias.
+        what: What the settings describe, for messages.
 
     Raises:
-        PlanError: One is given twice, also under two names.
+        PlanError: A setting is given twice, possibly under two names.
     """
     known: dict[str, str] = {}
     values: dict[str, V] = {}
@@ -56,14 +56,14 @@ def once(pairs: Iterable[tuple[str, V]], aliases: Mapping[str, str], what: str) 
 
 
 def read_pairs(text: str, what: str) -> JsonObject:
-    """Read settings from comma-separated ``key=value`` pairs, or from a YAML file of that name.
+    """Settings from comma-separated ``key=value`` pairs, or from a YAML file.
 
     Args:
         text: Pairs such as ``tp=8,pp=4``; a name that ends in ``.yaml`` or ``.yml`` is a file.
         what: What the settings describe, for messages.
 
     Raises:
-        PlanError: The file cannot be read, or as of :func:`pairs_of`.
+        PlanError: The file cannot be read, or the pairs are invalid (:func:`pairs_of`).
     """
     if text.lower().endswith((".yaml", ".yml")):
         return _read_yaml(Path(text), what)
@@ -71,15 +71,15 @@ def read_pairs(text: str, what: str) -> JsonObject:
 
 
 def pairs_of(text: str, what: str, hint: str = "as in tp=8,pp=4") -> dict[str, str]:
-    """Read comma-separated ``key=value`` pairs; none of an empty text.
+    """Parse comma-separated ``key=value`` pairs; an empty text has none.
 
     Args:
         text: The pairs.
         what: What they describe, for messages.
-        hint: How they are written.
+        hint: An example, for messages.
 
     Raises:
-        PlanError: A part is not a pair, or a key stands twice.
+        PlanError: A part is not a pair, or a key is repeated.
     """
 
     def parts() -> Iterator[tuple[str, str]]:
@@ -103,18 +103,18 @@ def _read_yaml(path: Path, what: str) -> dict[str, object]:
 
 
 def build(kind: type[T], values: Mapping[str, object], what: str, **known: object) -> T:
-    """A record from settings, every value converted to the type of its field.
+    """Create a dataclass from settings, converting every value to the type of its field.
 
     Args:
         kind: A dataclass with int, float, bool and str fields that have defaults.
         values: Settings by field name.
         what: What the settings describe, for messages.
-        known: Fields that are set already; settings take precedence.
+        known: Default values, over which settings take precedence.
 
     Raises:
         PlanError: A key is unknown, or a value has the wrong type.
     """
-    # With postponed annotations a field's type is its text ("int"), which is all that is needed.
+    # With postponed annotations a field's type is its text ("int"), which is sufficient here.
     types = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in types:
@@ -130,7 +130,7 @@ def _converted(key: str, value: Any, kind: str, what: str) -> Any:
             return _WORDS[word] if word in _WORDS else bool(int(word))
         if kind == "int":
             # Through float, so that "1e3" and "8.0" are whole numbers; through str, so that True
-            # from YAML is refused.
+            # from YAML is rejected.
             number = float(str(value))
             if number != int(number):
                 raise ValueError(value)
@@ -140,7 +140,7 @@ def _converted(key: str, value: Any, kind: str, what: str) -> Any:
         raise PlanError(f"{key}={value!r} is not of type {kind}", where=what) from None
 
 
-#: Sizes by name, of a step's model or of a served one.
+#: Model sizes by name, for a step or for serving.
 SizesOpt = Annotated[
     Mapping[str, object],
     Option(

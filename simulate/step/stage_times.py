@@ -1,7 +1,7 @@
-"""Times of one device of a pipeline stage: a micro-batch, the reduction of gradients, the update.
+"""Times of one device of a pipeline stage: a micro-batch, gradient reduction, and the update.
 
-Collectives of parameters run beside computation: two streams of one device, each in its own order.
-All times are in seconds.
+Collectives of parameters overlap computation: two streams of one device, each in order. All times
+are in seconds.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class StageTimes:
     Attributes:
         forward: One micro-batch forward.
         backward: One micro-batch backward; without ``weights`` for zero-bubble schedules.
-        weights: Gradients of weights, where they are apart.
-        reduction: Reduction of gradients that the last backward pass does not hide.
-        update: The optimiser, with what ZeRO gathers after it and what offloading costs.
-        slowing: Exposed seconds of ``forward``, ``backward`` and ``reduction`` that are no waiting:
-            by which hidden collectives slow the kernels beside them.
+        weights: Weight gradients, if they are separate.
+        reduction: Gradient reduction that the last backward pass does not hide.
+        update: The optimiser, with the gathers of ZeRO after it and transfers of offloading.
+        slowing: Part of the exposed seconds of ``forward``, ``backward`` and ``reduction`` by which
+            hidden collectives slow concurrent kernels, as opposed to waiting.
     """
 
     forward: Part
@@ -44,7 +44,7 @@ class StageTimes:
         return self.forward + self.backward + self.weights
 
     def slowed(self, factor: float) -> StageTimes:
-        """The stage on a device that computes ``factor`` times as long; its links are the same."""
+        """The stage on a device that computes ``factor`` times as long, with the same links."""
 
         def slower(part: Part) -> Part:
             return replace(part, compute=part.compute * factor)
@@ -65,17 +65,17 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class UnitCost:
-    """A unit in one pass, priced.
+    """A unit in one pass with its times.
 
     Attributes:
-        ops: Its operators.
-        part: Its time.
-        hiding: The part of its computation beside which ``beside`` runs.
+        ops: Operators.
+        part: Time of the unit.
+        hiding: Seconds of its computation that overlap ``beside``.
         before: Gathers of its parameters.
-        beside: Collectives of activations that run beside it, exposed as far as they take longer.
-        after: Collectives for whose results the next operator waits.
-        reduce: Reductions of its gradients in every micro-batch.
-        once: Those after the last backward pass.
+        beside: Overlapped collectives of activations, exposed only as far as they take longer.
+        after: Collectives whose results the next operator needs.
+        reduce: Gradient reductions in every micro-batch.
+        once: Gradient reductions after the last backward pass.
     """
 
     ops: tuple[Op, ...]
@@ -89,7 +89,7 @@ class UnitCost:
 
 
 def unit_costs(stage: Stage, costs: Costs) -> dict[str, list[UnitCost]]:
-    """Price the passes of a micro-batch: its units in the order in which they run, by kind."""
+    """Times of the units of a micro-batch in execution order, by kind of pass."""
     known = {unit: _unit_costs(stage, unit, costs) for unit in Counter(stage.units)}
     found = {FORWARD: [known[unit][FORWARD] for unit in stage.units]}
     if stage.train:
@@ -115,7 +115,7 @@ def _unit_costs(stage: Stage, unit: Unit, costs: Costs) -> dict[str, UnitCost]:
 
 
 def _unit_cost(stage: Stage, blocks: Sequence[Block], moved: float, costs: Costs) -> UnitCost:
-    """Price blocks that run one after another, beside ``moved`` bytes from or to the host."""
+    """Time of consecutive blocks, overlapping ``moved`` bytes to or from the host."""
     blocks = [_placed(block, costs) for block in blocks]
     part = _part(blocks, costs)
     hidden = part.total if stage.plan.overlap else 0.0
@@ -130,12 +130,12 @@ def _unit_cost(stage: Stage, blocks: Sequence[Block], moved: float, costs: Costs
 
 
 def _placed(block: Block, costs: Costs) -> Block:
-    """A block with collectives of tensor parallelism beside its products, where these are cut."""
+    """A block with tensor-parallel collectives overlapped with its products, if decomposed."""
     tensor = [call for call in block.sent if call.name == "tensor"]
     if not costs.effects.decomposed or not tensor:
         return block
     products = tuple(op for op in block.ops if op.kind == "product")
-    # A gather feeds about half of the products, a scatter collects the others.
+    # A gather feeds about half of the products, a scatter collects the results of the others.
     share = costs.effects.decomposed / len(tensor)
     pieces = (Beside(call, products, share) for call in tensor)
     others = tuple(call for call in block.sent if call.name != "tensor")
@@ -143,27 +143,27 @@ def _placed(block: Block, costs: Costs) -> Block:
 
 
 def _part(blocks: Sequence[Block], costs: Costs) -> Part:
-    """Time of blocks, with what nothing hides of the collectives of their activations."""
+    """Time of blocks, including the exposed part of their activations' collectives."""
     total = NOTHING
     for block in blocks:
         left = costs.comm(block.sent)
         for own in block.beside:
             left += exposed(costs.link(own.call), costs.compute(own.ops) * own.share)
-        # Transfers round a ring are not prepared one by one.
+        # Ring transfers are not prepared by the host one by one.
         count = sum(c.times for c in block.calls if c.needed and c.kind != "send_recv")
         total += costs.part(block.ops, left, round(count))
     return total
 
 
 def stage_times(stage: Stage, costs: Costs) -> StageTimes:
-    """Compute the times of a micro-batch, the reduction and the update.
+    """Times of a micro-batch, the gradient reduction and the update.
 
     Args:
-        stage: What the device does.
+        stage: Work of the device.
         costs: Times of calls.
     """
     passes = unit_costs(stage, costs)
-    # Handing a micro-batch to the next stage is the host's work.
+    # Handing a micro-batch to the next stage is work of the host.
     wait = Part(host=costs.effects.hop_s if stage.plan.pp > 1 else 0.0)
     found = _passes(stage, passes, costs.contention)
     found = replace(found, forward=found.forward + wait)
@@ -178,11 +178,11 @@ def stage_times(stage: Stage, costs: Costs) -> StageTimes:
 
 
 def _passes(stage: Stage, passes: dict[str, list[UnitCost]], contention: float) -> StageTimes:
-    """Time a micro-batch in the steady state, and what the last one leaves to be reduced.
+    """Time a micro-batch in the steady state, and the exposed reduction of the last one.
 
-    Reductions of one micro-batch (ZeRO 2 and 3) continue beside the next one, so up to three
-    micro-batches are run; a backlog that still grows is extrapolated. The last backward pass
-    also has the reductions that are made once per step.
+    Reductions of one micro-batch (ZeRO 2 and 3) continue during the next one, so up to three
+    micro-batches are simulated, and a backlog that still grows is extrapolated. The last backward
+    pass also issues the reductions that are made once per step.
     """
     forward, backward = passes[FORWARD], passes.get(BACKWARD, [])
     ahead, back = _sum(forward), _sum(backward)
@@ -199,16 +199,16 @@ def _passes(stage: Stage, passes: dict[str, list[UnitCost]], contention: float) 
     count = min(stage.plan.microbatches, 3)
     steady = run_passes([up, down] * count)
     both = [a + b for a, b in zip(scatters, once, strict=True)]
-    # Where layers are cut into chunks, all micro-batches of the last group go through a chunk
-    # before the next one: the reductions of those behind have that much longer.
+    # With several chunks, all micro-batches of the last group pass through a chunk before the next
+    # one: the reductions of earlier ones have that much longer.
     group = stage.plan.rounds_in_chunk
     end = Pass([group * own for own in down.compute], down.gather, both)
     last = run_passes([*[up, down] * (count - 1), up, end])
     # Ends of the previous backward, the last forward and the last backward pass: their
     # differences are the passes of the steady state.
     ends = (0.0, *steady.ends)[-3:]
-    # Backlog of reductions after the last backward pass, and by how much it grew since the one
-    # before; the micro-batches that were not run add as much each.
+    # Backlog of reductions after the last backward pass, and its growth since the previous one;
+    # each micro-batch that was not simulated adds as much.
     left = steady.total - steady.ends[-1]
     fewer = run_passes([up, down] * max(1, count - 1))
     piled = max(0.0, left - (fewer.total - fewer.ends[-1])) * (stage.plan.microbatches - count)
@@ -218,9 +218,9 @@ def _passes(stage: Stage, passes: dict[str, list[UnitCost]], contention: float) 
     tail = max(0.0, last.total - ends[2] - (group - 1) * sum(down.compute)) + piled
 
     def slowing(wait: float, sent: float, own: float) -> float:
-        # Part of the wait is the units' own exposed collectives; the rest is exposed time of
-        # ``sent``. What is hidden of it occupies cores and slows the kernels beside it, for the
-        # share ``contention`` of its time.
+        # Part of the wait is the units' own exposed collectives, the rest is the exposed time of
+        # ``sent``. Its hidden time occupies cores and slows concurrent kernels by the
+        # fraction ``contention``.
         return contention * max(0.0, sent - max(0.0, wait - own))
 
     slow = (
@@ -238,8 +238,8 @@ def _passes(stage: Stage, passes: dict[str, list[UnitCost]], contention: float) 
 
 def _update(stage: Stage, forward: Sequence[UnitCost], costs: Costs) -> Part:
     gathers = [costs.comm(unit.renewed) for unit in stage.units]
-    # The next step's first forward pass may hide the gathers, of chunks of layers the passes of the
-    # first group of micro-batches; the exposed rest is booked here.
+    # The next step's first forward pass may hide the gathers; with chunks of layers, the passes of
+    # the first group of micro-batches. The exposed rest is booked here.
     own = [stage.plan.rounds_in_chunk * unit.part.total for unit in forward]
     hidden = run_passes([Pass(own, gathers)]).total - sum(own)
     waiting = hidden if stage.plan.overlap else sum(gathers)
@@ -248,7 +248,7 @@ def _update(stage: Stage, forward: Sequence[UnitCost], costs: Costs) -> Part:
 
 
 def traffic(stage: Stage, costs: Costs) -> dict[str, float]:
-    """Return the seconds of all communication of a step, hidden or not, by name."""
+    """Seconds of all communication of a step, hidden or not, by name."""
     seconds = dict[str, float]()
 
     def add(calls: Sequence[CommCall], times: float) -> None:
@@ -277,12 +277,12 @@ def _seconds(messages: Sequence[Message]) -> float:
 
 
 class Pass(NamedTuple):
-    """A pass over layers, in the order in which they run.
+    """A pass over layers in execution order.
 
     Attributes:
         compute: Seconds of each layer.
-        gather: Gather of each layer's parameters before it runs; empty for none.
-        scatter: Reduction of each layer's gradients after it has run; empty for none.
+        gather: Seconds to gather each layer's parameters before it runs; empty for none.
+        scatter: Seconds to reduce each layer's gradients after it has run; empty for none.
     """
 
     compute: Sequence[float]
@@ -291,7 +291,7 @@ class Pass(NamedTuple):
 
 
 class PassRun(NamedTuple):
-    """Ends of passes.
+    """Result of :func:`run_passes`.
 
     Attributes:
         ends: End of each pass's computation, in seconds.
@@ -308,18 +308,17 @@ class PassRun(NamedTuple):
 
 
 def run_passes(passes: Sequence[Pass]) -> PassRun:
-    """Run passes one after another, with their collectives beside them on one stream.
+    """Run passes one after another, with their collectives in a second stream.
 
-    The gather of layer ``i`` may start when layer ``i - 2`` has ended, so that at most two layers
-    are gathered at a time, by FSDP's default prefetch, which also bounds memory (Zhao et al.,
-    PyTorch FSDP, VLDB 2023); the first ones of a pass wait for the previous pass. A layer's gather
-    takes precedence over the reduction of the layer before it; reductions continue beside later
-    passes.
+    The gather of layer ``i`` may start when layer ``i - 2`` has ended: at most two layers are
+    gathered at a time by FSDP's default prefetch, which also bounds memory (Zhao et al., PyTorch
+    FSDP, VLDB 2023). The first gathers of a pass wait for the previous pass. A layer's gather takes
+    precedence over the reduction of the layer before it; reductions continue during later passes.
 
     Args:
         passes: Passes in order, at least one.
     """
-    # ``device`` and ``links`` are the times at which either stream becomes free.
+    # ``device`` and ``links`` are the times at which the two streams become free.
     device = links = 0.0
     waiting: deque[tuple[float, float]] = deque()
     pass_ends = []
@@ -329,7 +328,7 @@ def run_passes(passes: Sequence[Pass]) -> PassRun:
             if gather and gather[layer] > 0.0:
                 free = ends[layer - 2] if layer > 1 else begin
                 # Reductions that were ready before this gather could start were issued before it,
-                # and a communicator keeps the order in which collectives are issued.
+                # and a communicator runs collectives in the order of issue.
                 while waiting and waiting[0][0] <= free:
                     ready, seconds = waiting.popleft()
                     links = max(links, ready) + seconds
@@ -346,5 +345,5 @@ def run_passes(passes: Sequence[Pass]) -> PassRun:
 
 
 def exposed(total: float, compute: float) -> float:
-    """Return the part of a total that computation does not cover, never negative."""
+    """The part of ``total`` that computation does not cover, never negative."""
     return max(0.0, total - compute)

@@ -1,10 +1,10 @@
-"""The collectives of one device: for a layer's activations and for its parameters.
+"""Collectives of one device: for a layer's activations and for its parameters.
 
 Sizes follow :class:`~.costs.CommCall`. Tensor parallelism: with sequence parallelism an all-gather
 before and a reduce-scatter after attention and feed-forward each, without it an all-reduce after
 each (Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., MLSys 2023). Context parallelism: keys
-and values travel round a ring in ``cp - 1`` steps (Liu et al., Ring Attention, 2023). Experts:
-tokens go out and come back by all-to-all (Lepikhin et al., GShard, ICLR 2021).
+and values go round a ring in ``cp - 1`` steps (Liu et al., Ring Attention, 2023). Expert
+parallelism: tokens are sent and returned by all-to-all (Lepikhin et al., GShard, ICLR 2021).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Parameters:
     """Parameters of one device before sharding over data-parallel ranks.
 
     Attributes:
-        dense: Parameters of everything but experts.
-        expert: Parameters of experts.
+        dense: Number of parameters outside experts.
+        expert: Number of parameters of experts.
     """
 
     dense: float
@@ -36,26 +36,26 @@ class Parameters:
         return self.dense + self.expert
 
     def __add__(self, other: Parameters) -> Parameters:
-        """Sum of both parts."""
+        """Sum of two counts, by kind."""
         return Parameters(self.dense + other.dense, self.expert + other.expert)
 
     def times(self, factor: float) -> Parameters:
-        """Return the parameters with both counts multiplied."""
+        """Multiply both counts."""
         return Parameters(self.dense * factor, self.expert * factor)
 
 
-#: Bytes of a gradient that is accumulated over micro-batches: f32, as in Megatron-LM, because sums
-#: in 16 bits lose small contributions.
+#: Bytes of an accumulated gradient: f32, as in Megatron-LM, because sums in 16 bits lose small
+#: contributions.
 GRADIENT_BYTES = 4
 
 
 def tensor_calls(workload: Workload, plan: Plan) -> list[CommCall]:
-    """List a layer's collectives among tensor-parallel ranks, for a micro-batch in either pass.
+    """Tensor-parallel collectives of a layer, for one micro-batch in either pass.
 
     With sequence parallelism the backward pass gathers the inputs of both blocks again for the
-    gradients of their weights; that gather hides behind a product and is left out. Operands of
-    products are quantised where they are and gathered so (Transformer Engine's ``Linear``); sums
-    keep the width of activations.
+    weight gradients; that gather hides behind a product and is left out. Operands of quantised
+    products are quantised before they are gathered (Transformer Engine's ``Linear``); sums keep the
+    width of activations.
     """
     elements = float(micro_tokens(workload, plan)) * workload.d_model
     size = elements * workload.width
@@ -63,17 +63,17 @@ def tensor_calls(workload: Workload, plan: Plan) -> list[CommCall]:
     if plan.tp == 1:
         return []
     if plan.sp:
-        # Twice: once around attention, once around the feed-forward.
+        # Two each: around attention and around the feed-forward.
         gather = CommCall("tensor", "all_gather", elements * workload.operand_width, group, 2.0)
         return [gather, CommCall("tensor", "reduce_scatter", size, group, 2.0)]
     return [CommCall("tensor", "all_reduce", size, group, 2.0)]
 
 
 def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
-    """List a layer's all-to-alls for a micro-batch in either pass: tokens out, results back."""
+    """All-to-alls of a layer for one micro-batch in either pass: dispatch and combine."""
     if plan.ep == 1:
         return []
-    # With sequence parallelism each tensor-parallel rank sends its own tokens.
+    # With sequence parallelism each tensor-parallel rank sends a different part of the tokens.
     tokens = micro_tokens(workload, plan) / plan.sequence_parallel
     size = tokens * workload.top_k * workload.d_model * workload.width
     group, limit = plan.expert_group, workload.expert_boxes
@@ -81,7 +81,7 @@ def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
 
 
 def ring_calls(workload: Workload, plan: Plan, *, backward: bool) -> list[CommCall]:
-    """List a layer's steps round the ring: keys and values; backward their gradients as well."""
+    """Ring transfers of keys and values in a layer; backward also of their gradients."""
     if plan.cp == 1:
         return []
     groups = max(1, workload.groups // plan.tp)
@@ -91,16 +91,16 @@ def ring_calls(workload: Workload, plan: Plan, *, backward: bool) -> list[CommCa
 
 
 def hop_call(workload: Workload, plan: Plan) -> CommCall:
-    """Return the transfer of a micro-batch's activations, or gradients, between stages."""
+    """Transfer of a micro-batch's activations, or gradients, between stages."""
     tokens = micro_tokens(workload, plan) / plan.sequence_parallel
     size = tokens * workload.d_model * workload.width
     return CommCall("pipeline", "send_recv", size, plan.pipeline_group)
 
 
 def gradient_bytes(workload: Workload, plan: Plan) -> int:
-    """Bytes of a gradient that is reduced.
+    """Bytes per gradient in reductions.
 
-    As the plan says; else as the parameter, but f32 where micro-batches are added up.
+    As the plan specifies; by default f32 if micro-batches accumulate, else as the parameter.
     """
     if plan.reduce:
         return GRADIENT_BYTES if plan.reduce == "f32" else workload.width
@@ -108,22 +108,22 @@ def gradient_bytes(workload: Workload, plan: Plan) -> int:
 
 
 def parameter_groups(held: Parameters, plan: Plan) -> list[tuple[float, Group, Group]]:
-    """Group the parameters of a device by the ranks that share and that replicate their state.
+    """Parameters of a device, each with the ranks that shard and that replicate their state.
 
-    An expert is held by ``ep`` times fewer data-parallel ranks than dense parameters are.
+    Experts are held by ``ep`` times fewer data-parallel ranks than dense parameters.
 
     Args:
         held: Parameters of one device before sharding.
-        plan: Gives the groups.
+        plan: Defines the groups.
 
     Returns:
-        Number, group of shards and group of replicas, for dense parameters and for experts.
+        Number, shard group and replica group, for dense parameters and for experts.
     """
     shard, replica = plan.shard_group, plan.replica_group
     groups = [(held.dense, shard, replica)]
     if held.expert:
-        # ``ep`` takes ranks from the shard group first, which lies inside; what it does not divide
-        # it takes from the replicas, of which those with the same experts are that much farther
+        # ``ep`` takes ranks from the shard group first, which is innermost; the remaining factor
+        # comes from the replicas, so that those with the same experts are that much farther
         # apart.
         fewer = gcd(shard.size, plan.ep)
         left = max(1, replica.size * fewer // plan.ep)
@@ -133,8 +133,8 @@ def parameter_groups(held: Parameters, plan: Plan) -> list[tuple[float, Group, G
 
 
 def gather_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommCall]:
-    """List the gathers of sharded parameters."""
-    # Formats of 4 bits are made of gathered parameters, since their scales lie along both sides.
+    """Gathers of sharded parameters."""
+    # 4-bit formats are made from gathered parameters, since their scales lie along both sides.
     eight = plan.quantized_weights and workload.product_bits == 8
     width = workload.operand_width if eight else workload.width
     return [
@@ -144,7 +144,7 @@ def gather_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommC
 
 
 def scatter_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommCall]:
-    """List the scatters of their gradients."""
+    """Reduce-scatters of the gradients of sharded parameters."""
     wide = gradient_bytes(workload, plan)
     return [
         CommCall("scatter", "reduce_scatter", count * wide, shard)
@@ -153,7 +153,7 @@ def scatter_calls(held: Parameters, workload: Workload, plan: Plan) -> list[Comm
 
 
 def replica_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommCall]:
-    """List the all-reduces of gradients among replicas."""
+    """All-reduces of gradients among replicas."""
     wide = gradient_bytes(workload, plan)
     # After the scatter each rank reduces only its shard with the replicas.
     return [
@@ -163,9 +163,9 @@ def replica_calls(held: Parameters, workload: Workload, plan: Plan) -> list[Comm
 
 
 def sharding_note(plan: Plan) -> str:
-    """Say how often a pipeline gathers parameters and reduces gradients; empty where it is plain.
+    """Note on how often a pipeline gathers parameters and reduces gradients; empty if obvious.
 
-    DeepSpeed's pipelines and Megatron-LM's distributed optimiser know ZeRO 1 alone.
+    DeepSpeed's pipelines and Megatron-LM's distributed optimiser support only ZeRO 1.
     """
     if plan.pp == 1 or plan.microbatches == 1 or max(plan.stage, plan.fsdp) < 2:
         return ""
@@ -182,10 +182,10 @@ def sharding_note(plan: Plan) -> str:
 
 
 def tied_calls(workload: Workload, plan: Plan, stage: int) -> list[CommCall]:
-    """List the all-reduce of tied weights, of which both ends of a pipeline hold a copy.
+    """All-reduce of tied weights, of which the first and the last stage hold a copy.
 
-    Each end has the gradients of its own use, which are added up in the width of gradients once a
-    step (Megatron-LM, ``finalize_model_grads``), whole on every rank. Nothing for other stages.
+    Each has the gradients of its own use, which are added in the width of gradients once a step,
+    unsharded on every rank (Megatron-LM, ``finalize_model_grads``). Empty for other stages.
     """
     if not workload.tied or plan.pp == 1 or stage not in (0, plan.pp - 1):
         return []
@@ -194,12 +194,12 @@ def tied_calls(workload: Workload, plan: Plan, stage: int) -> list[CommCall]:
 
 
 def local_parameters(held: Parameters, plan: Plan) -> float:
-    """Count the parameters whose optimiser state a device holds."""
+    """Number of parameters whose optimiser state a device holds."""
     return sum(count / shard.size for count, shard, _ in parameter_groups(held, plan))
 
 
 def layer_held(workload: Workload, plan: Plan) -> Parameters:
-    """Count the parameters of one layer on one device."""
+    """Parameters of one layer on one device."""
     experts = workload.expert_parameters / plan.tp
     # Every rank routes its own tokens and holds the whole router.
     router = workload.d_model * workload.experts
@@ -210,5 +210,5 @@ def layer_held(workload: Workload, plan: Plan) -> Parameters:
 
 
 def table_held(workload: Workload, plan: Plan) -> Parameters:
-    """Count the parameters of the embedding, or of the head, on one device."""
+    """Parameters of the embedding, or of the head, on one device."""
     return Parameters(workload.table_parameters / plan.tp)

@@ -1,4 +1,4 @@
-"""The model of a step: a transformer, given by its sizes."""
+"""The model that a step runs: a transformer, described by its sizes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ...features.operators.op import attention_flops, visible_pairs
 
 #: Formats of parameters and activations.
 DTYPES = ("bf16", "f16", "f32", "fp8")
-#: Formats that products may be quantised to.
+#: Formats to which products may be quantised.
 PRODUCTS = (*DTYPES, "mxfp8", "nvfp4", "int8")
 #: A full training step, or a forward pass for inference.
 MODES = ("train", "forward")
 #: Implementations of attention: the fastest fused one of the device; FlashAttention-2 or Triton's
-#: copy of it, which do not use the asynchronous units of Hopper and later; scores in memory, passed
-#: over by a framework's fused softmax, or by XLA's kernels for attention that is written out.
+#: copy of it, which do not use the asynchronous units of Hopper and later; scores in memory with a
+#: framework's fused softmax; scores in memory with XLA's kernels.
 ATTENTION = ("fused", "flash2", "eager", "naive")
 #: Those that keep scores in memory.
 WRITTEN_OUT = ("eager", "naive")
-#: Names of settings that the zoo uses for the same thing.
+#: Aliases of settings, as the zoo names them.
 ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "layers"}
-#: Largest sizes that are taken: beyond any model or step, so that a slip (``batch=1e12``) is told
-#: instead of computed with.
+#: Maximum sizes, beyond any model or step, so that a slip (``batch=1e12``) is reported instead of
+#: simulated.
 MOST = {"layers": 10_000, "d_model": 10**6, "d_ff": 10**7, "vocab": 10**8, "seq": 10**8,
         "batch": 10**7, "heads": 10**5, "experts": 10**5}  # fmt: skip
 
@@ -35,38 +35,39 @@ class Workload:
     """A transformer and its batch.
 
     Attributes:
-        layers: Blocks of attention and feed-forward.
-        d_model: Width.
+        layers: Number of layers (attention and feed-forward).
+        d_model: Hidden size.
         heads: Query heads.
-        kv_heads: Key and value heads; 0 for as many as ``heads``.
+        kv_heads: Key-value heads; 0 for as many as ``heads``.
         head_dim: Width of a head; 0 for ``d_model / heads``.
         d_ff: Width of the feed-forward (of one expert).
-        vocab: Tokens of the vocabulary.
-        seq: Tokens of a sequence.
-        batch: Sequences of a step over all devices.
+        vocab: Vocabulary size.
+        seq: Tokens per sequence.
+        batch: Sequences per step over all devices.
         dtype: Type of parameters and activations, one of :data:`DTYPES`.
-        experts: Experts of a layer; 0 for a plain feed-forward.
-        top_k: Experts that a token goes to.
-        expert_boxes: Most boxes that the experts of a token lie in, where routing is limited so (a
-            DeepSeek-V3 router's ``topk_group``, with each of its groups in one box); 0 for any.
-        gated: Whether the feed-forward has a gate (three matrices instead of two).
-        causal: Whether a token sees only earlier ones.
+        experts: Experts per layer; 0 for a dense feed-forward.
+        top_k: Experts per token.
+        expert_boxes: Maximum number of boxes that hold the experts of a token, for box-limited
+            routing (``topk_group`` of a DeepSeek-V3 router, with one group per box); 0 for no
+            limit.
+        gated: Whether the feed-forward is gated (three matrices instead of two).
+        causal: Whether attention is causal.
         norm: ``rmsnorm`` or ``layernorm``.
-        rope: Whether queries and keys are rotated.
+        rope: Whether queries and keys have rotary embeddings.
         tied: Whether embedding and head share their weights.
-        head_share: Share of the tokens that the vocabulary projection sees.
-        products: What the operands of the layers' matrix products are quantised to, one of
-            :data:`PRODUCTS`; empty for ``dtype``. Parameters, activations, attention and
-            the vocabulary projection stay in ``dtype``, as in Transformer Engine's recipes.
-        shared_experts: Experts that every token goes to, besides ``top_k``.
-        dense_layers: First layers with a plain feed-forward in a model with experts.
+        head_share: Fraction of the tokens that go through the vocabulary projection.
+        products: Format to which the operands of the layers' matrix products are quantised, one of
+            :data:`PRODUCTS`; empty for ``dtype``. Parameters, activations, attention and the
+            vocabulary projection stay in ``dtype``, as in Transformer Engine's recipes.
+        shared_experts: Experts that every token uses, in addition to ``top_k``.
+        dense_layers: Number of leading layers with a dense feed-forward in a model with experts.
         dense_ff: Width of the feed-forward of these layers; 0 for ``d_ff``.
-        window: Tokens that a token sees at most; 0 for all.
-        window_share: Share of the layers that have the window; 0.5 for every second one.
-        q_lora: Width of compressed queries of multi-head latent attention (MLA); 0 for none.
-        kv_lora: Width of compressed keys and values of MLA; 0 for plain attention.
-        rope_dim: Further width of queries and keys that is rotated, of MLA.
-        v_dim: Width of a value head, of MLA; 0 for ``head_dim``.
+        window: Sliding window of attention in tokens; 0 for none.
+        window_share: Fraction of the layers that have the window; 0.5 for every second one.
+        q_lora: Rank of compressed queries of multi-head latent attention (MLA); 0 for none.
+        kv_lora: Rank of compressed keys and values of MLA; 0 for plain attention.
+        rope_dim: Additional rotary width of queries and keys of MLA.
+        v_dim: Width of a value head of MLA; 0 for ``head_dim``.
         positions: Whether learned positions are added to the embeddings.
         attention: One of :data:`ATTENTION`.
         mode: ``train`` or ``forward``.
@@ -107,7 +108,7 @@ class Workload:
     mode: str = "train"
 
     def __post_init__(self) -> None:
-        """Check that the sizes make a model.
+        """Check that the sizes are consistent.
 
         Raises:
             PlanError: A size is not positive, or heads or experts do not fit.
@@ -170,32 +171,32 @@ class Workload:
 
     @property
     def groups(self) -> int:
-        """Key and value heads."""
+        """Key-value heads."""
         return self.kv_heads or self.heads
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return int(FORMATS[self.dtype].element_bytes)
 
     @property
     def matrices(self) -> int:
-        """Matrices of a feed-forward."""
+        """Matrices per feed-forward."""
         return 3 if self.gated else 2
 
     @property
     def product_dtype(self) -> str:
-        """What operands of the layers' products are, one of :data:`PRODUCTS`."""
+        """Format of the operands of the layers' products, one of :data:`PRODUCTS`."""
         return self.products or self.dtype
 
     @property
     def operand_width(self) -> float:
-        """Bytes of an operand of the layers' products, at most those of an element."""
+        """Bytes per operand of the layers' products, at most those of an element."""
         return min(float(self.width), float(FORMATS[self.product_dtype].element_bytes))
 
     @property
     def product_bits(self) -> int:
-        """Bits of an operand of the layers' products."""
+        """Bits per operand of the layers' products."""
         return round(8 * FORMATS[self.product_dtype].element_bytes)
 
     @property
@@ -208,7 +209,7 @@ class Workload:
         """Parameters of a layer's attention, norms included."""
         d, heads = self.d_model, self.heads
         if self.kv_lora:
-            # DeepSeek-V2 (2024), section 2.1: queries, keys and values through narrow products.
+            # DeepSeek-V2 (2024), section 2.1: low-rank products of queries, keys and values.
             query = heads * (self.head + self.rope_dim)
             queries = self.q_lora * (d + query) if self.q_lora else d * query
             keys = d * (self.kv_lora + self.rope_dim)
@@ -243,13 +244,13 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """All parameters; biases are left out."""
+        """All parameters except biases."""
         tables = self.table_parameters * (1 if self.tied else 2)
         tables += self.seq * self.d_model * self.positions
         return sum(w.layer_parameters for w in layer_kinds(self)) + tables + self.d_model
 
     def model_flops(self) -> float:
-        """Return the matrix FLOPs that a step needs, without recomputation.
+        """Matrix FLOPs that a step needs, without recomputation.
 
         ``2`` per active parameter and token, and the two products of attention over visible pairs;
         twice as many again for the backward pass (Kaplan et al. 2020; Chowdhery et al., PaLM,
@@ -269,7 +270,7 @@ class Workload:
         return forward * (3.0 if self.mode == "train" else 1.0)
 
     def visible_pairs(self) -> float:
-        """Pairs of a query and a key that it sees, in one sequence and layer."""
+        """Pairs of a query and a visible key, in one sequence and layer."""
         window = self.window if self.causal else 0
         return visible_pairs(self.seq, self.seq, window, self.causal)
 
@@ -279,10 +280,10 @@ _ROUNDING = 1e-6
 
 @lru_cache(maxsize=4096)
 def layer_kinds(workload: Workload) -> tuple[Workload, ...]:
-    """The model as each of its layers sees it, first to last.
+    """The workload of each layer, first to last.
 
-    Layers without experts, or without the window, are workloads of their own; every second layer
-    has the window where half of them do.
+    Layers without experts, or without the window, are separate workloads; windowed layers are
+    evenly spaced.
     """
     if not workload.mixed:
         return (workload,) * workload.layers
