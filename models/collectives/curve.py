@@ -1,15 +1,15 @@
 """Time of a collective by bytes and number of devices: an alpha–beta curve in three parts.
 
-Communication libraries change their algorithm with the size of the message: a low-latency protocol
-(flags beside the data, one shot for custom all-reduces), an intermediate one, and a bulk one in
-chunks. In each part
+Communication libraries change their algorithm with the message size: a low-latency protocol (flags
+beside the data, one shot for custom all-reduces), an intermediate one, and a chunked bulk one. In
+each part
 
     time = clock scale · (a + b · steps(n)) + wire bytes / (efficiency · r(n) · link bandwidth)
 
 and the bulk part has an additional ``q · sqrt(wire time)``: with ``k`` chunks the pipeline costs
-``α·k`` in start-ups and ``T/k`` to fill, and the best ``k`` leaves a term in proportion to ``√T``.
-The parts meet at two sizes in bytes. Where the host issues the calls one by one, its time is a
-lower bound, and the message is copied once.
+``α·k`` in start-ups and ``T/k`` to fill, and the best ``k`` leaves a term proportional to ``√T``.
+The parts are joined at two sizes in bytes. Where the host issues the calls one by one, its time is
+a lower bound, and the message is copied once.
 
 ``wire bytes`` is what each device sends in a ring: ``2 (n-1)/n`` of the buffer for an all-reduce,
 ``(n-1)/n`` of the full buffer for all-gather, reduce-scatter and all-to-all (Thakur, Rabenseifner
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Parameters, in the order of the vector: start-up, time of a step and efficiency of each part; the
-#: term of chunking; bandwidth of 4 and 8 devices relative to 2; where the parts meet, in octaves
-#: (log2 bytes) at 4 devices and by octave of devices; time of the host. ``log`` ones are natural
-#: logarithms of microseconds or of shares.
+#: Parameters, in the order of the vector: start-up, time per step and efficiency of each part; the
+#: chunking term; bandwidth of 4 and 8 devices relative to 2; sizes at which the parts are joined,
+#: in octaves (log2 bytes) for 4 devices, and their slopes per octave of devices; host time. ``log``
+#: parameters are natural logarithms of microseconds or of ratios.
 PARAMETERS = (
     "log_a_low",
     "log_b_low",
@@ -46,9 +46,9 @@ PARAMETERS = (
     "switch_bulk_n",
     "log_host",
 )
-#: Where a fit starts without anything better: plausible values of a fast scale-up fabric under
-#: NCCL, which switches protocol near 46 KB (octave 15.5) and 1.5 MB (20.5). Engineering estimate:
-#: every group is fitted away from it.
+#: Start of a fit without a parent: plausible values of a fast scale-up fabric under NCCL, which
+#: switches protocol near 46 KB (octave 15.5) and 1.5 MB (20.5). Engineering estimate: every group
+#: is fitted away from it.
 START = np.array(
     [
         *np.log([5.0, 1.2, 0.15]),
@@ -59,14 +59,14 @@ START = np.array(
         np.log(25.0),
     ]
 )
-#: How far each parameter may go from its prior before it costs as much as a residual of 10 %.
-#: Start-ups and efficiencies may differ by a factor e, the effect of the number of devices by less.
-#: Engineering estimates; not fitted.
+#: Distance of each parameter from its prior that costs as much as a residual of 10 %. Start-ups and
+#: efficiencies may differ by a factor e, the effect of the number of devices by less. Engineering
+#: estimates; not fitted.
 SPREAD = np.array([1.0, 1.0, 1.0] * 3 + [1.5, 0.4, 0.4, 1.0, 0.5, 1.0, 0.5, 0.8])
-#: Width of a change of protocol, in octaves of the size. Libraries switch abruptly; a narrow ramp
+#: Width of a protocol change, in octaves of the size. Libraries switch abruptly; a narrow ramp
 #: keeps the curve differentiable for the fit.
 SWITCH_WIDTH = 0.12
-#: Share of the memory bandwidth at which a message is copied: what long streams reach (0.90 was
+#: Fraction of the memory bandwidth at which a message is copied: that of long streams (0.90 was
 #: fitted to passes over memory, docs/gpu.md).
 COPY_EFFICIENCY = 0.9
 
@@ -79,13 +79,13 @@ class Points:
         size: Bytes of the buffer.
         world: Devices in the group.
         steps: Sequential start-ups, as :func:`steps` counts them.
-        spread: Devices by which the bandwidth is scaled: all of the group, or twice the devices of
-            a node where the network is the limit.
+        spread: Devices that determine the bandwidth ratio: the whole group, or twice the devices of
+            a node if the network is the limit.
         wire: Bytes that each device sends in a ring.
         wire_low: Bytes that each device sends in the low-latency part.
         bandwidth: Bandwidth of the limiting link, one direction.
         scale: Start-up times as a multiple of those at the reference clock.
-        copy: Time to copy the message once where the host issues the calls; else 0.
+        copy: Time to copy the message once if the host issues the calls; else 0.
         eager: Whether the host issues the calls one by one (1.0 or 0.0).
     """
 
@@ -116,7 +116,7 @@ def wire_bytes(op: str, size: np.ndarray, world: np.ndarray, gathers_shards: boo
         gathers_shards: Whether ``size`` of an all-gather is one device's share, not the full
             buffer (oneCCL's benchmark).
     """
-    # The share of the buffer that a device does not hold already.
+    # The share of the buffer that a device does not hold yet.
     share = (world - 1.0) / world
     if op == "all_reduce":
         return np.asarray(2.0 * share * size)
@@ -128,12 +128,12 @@ def wire_bytes(op: str, size: np.ndarray, world: np.ndarray, gathers_shards: boo
 
 
 def steps(world: np.ndarray, ring: np.ndarray | bool = False) -> np.ndarray:
-    """Sequential start-ups: ``n - 1`` up to 8 devices, then two for each doubling (a tree).
+    """Number of sequential start-ups: ``n - 1`` up to 8 devices, then two per doubling (a tree).
 
     Args:
         world: Devices in the group, shape ``(n,)``.
-        ring: Whether every device hands on to the next, however many there are: ``n - 1``, shape
-            ``(n,)``.
+        ring: Whether each device passes data to the next, which takes ``n - 1`` for any number of
+            devices; shape ``(n,)``.
     """
     tree = 2.0 * np.log2(np.maximum(world, 8.0) / 8.0)
     return np.where(ring, world - 1.0, np.minimum(world, 8.0) - 1.0 + tree)
@@ -150,7 +150,7 @@ def curve_us(parameters: np.ndarray, points: Points) -> np.ndarray:
         Shape ``(n,)`` or ``(m, n)``, positive.
     """
     p = dict(zip(PARAMETERS, parameters, strict=True))
-    # Most machines were measured with 2, 4 and 8 devices; np.interp holds the ends beyond them.
+    # Most machines were measured with 2, 4 and 8 devices; np.interp is constant beyond these.
     octave = np.log2(points.spread)
     four, eight = (np.interp(octave, [1.0, 2.0, 3.0], own) for own in ([0, 1, 0], [0, 0, 1]))
     ratio = np.exp(p["log_r4"] * four + p["log_r8"] * eight)
@@ -161,8 +161,8 @@ def curve_us(parameters: np.ndarray, points: Points) -> np.ndarray:
     mid = _start(p, "mid", count, points) + ideal / np.exp(p["log_e_mid"])
     bulk = _start(p, "bulk", count, points) + ideal / np.exp(p["log_e_bulk"])
     bulk = bulk + np.exp(p["log_q"]) * np.sqrt(ideal)
-    # Blending logarithms keeps the curve positive and the relative error of both sides alike. The
-    # sizes of the switches are given for 4 devices (octave 2).
+    # Blending logarithms keeps the curve positive and treats relative errors of both parts alike.
+    # Switch sizes refer to 4 devices (octave 2).
     to_mid = _switch(points.size, p["switch_mid"] + p["switch_mid_n"] * (octave - 2.0))
     to_bulk = _switch(points.size, p["switch_bulk"] + p["switch_bulk_n"] * (octave - 2.0))
     smooth = (1.0 - to_mid) * np.log(low) + to_mid * np.log(mid)
@@ -170,8 +170,8 @@ def curve_us(parameters: np.ndarray, points: Points) -> np.ndarray:
     # an eager all-reduce starts.
     device = np.exp((1.0 - to_bulk) * smooth + to_bulk * np.log(bulk)) + points.copy
     host = np.exp(p["log_host"]) * points.eager
-    # A smooth maximum of what device and host take (8-norm: equal times give 9 % more than either),
-    # so that the fit sees a gradient on both sides.
+    # A smooth maximum of device and host time (8-norm: equal times give 9 % more than either), so
+    # that the fit sees a gradient on both sides.
     return np.asarray((device**8 + host**8) ** 0.125)
 
 

@@ -1,14 +1,14 @@
-"""Fits the parameters of collective curves by group, each regularised towards its parent.
+"""Fits the parameters of collective curves by group, each regularized towards its parent.
 
-The groups form a tree: everything, one fabric, one operation on it, one library, one machine. A
-child's parameters are drawn towards its parent's, so a group with few rows stays close to it, and a
-machine that was never measured takes the parameters of the closest group it belongs to.
+The groups form a tree: all, one fabric, one operation on it, one library, one machine. A child's
+parameters are shrunk towards its parent's, so that a group with few rows stays close to it and an
+unmeasured machine takes the parameters of its closest ancestor.
 
-On a measured machine a table by size is added for every cell: one fabric, operation, library,
-machine and number of devices. The logarithm of measured over predicted is modelled as an
-Ornstein–Uhlenbeck process (Rasmussen and Williams, *Gaussian Processes for Machine Learning*,
-2006, appendix B.2) over the logarithm of the size, observed with noise. It interpolates between
-measured sizes and decays to the bare curve beyond them.
+On a measured machine, every cell (fabric, operation, library, machine and number of devices) also
+gets a table by size. The logarithm of measured over predicted is modelled as an Ornstein–Uhlenbeck
+process (Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006, appendix B.2) over
+the logarithm of the size, observed with noise. It interpolates between measured sizes and decays to
+the bare curve beyond them.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ import numpy as np
 from .curve import PARAMETERS, SPREAD, START, curve_us
 from .table import RING_PERMUTE, XLA, XLA_AMD, CollectiveTable
 
-#: Transfers between two devices, which XLA leaves to NCCL's send and receive: a quarter of the link
-#: up to 128 MiB (octave 27), twice as much beyond, on H100 and B200 alike (README of the XLA pack).
+#: Transfers between two devices, which XLA runs by NCCL's send and receive: a quarter of the link
+#: rate up to 128 MiB (octave 27), twice as much beyond, on both H100 and B200 (README of the XLA
+#: pack).
 PERMUTES, LATE_BULK = ("send_recv", RING_PERMUTE), 27.0
-#: Libraries by the one that is called and timed in the same way.
+#: Stand-ins for libraries without measurements on a fabric: those called and timed the same way.
 LIKE = {XLA_AMD: XLA}
-#: Residual in log latency that costs as much as one spread of a parameter. Engineering estimate;
-#: not fitted.
+#: Residual in log latency that costs as much as one :data:`SPREAD` of a parameter. Engineering
+#: estimate; not fitted.
 NOISE = 0.1
 #: Spread of a child around its parent, as a share of that around the start: groups that share a
 #: fabric differ less from each other than fabrics do. Engineering estimate; not fitted.
 CHILD_SPREAD = 0.6
 #: Most rows of one machine, operation and world size in a fit, evenly over the sizes: densely
-#: measured machines must not outweigh the others. Sixty sizes are two or three to an octave.
+#: measured machines must not dominate. Sixty sizes are two or three per octave.
 ROWS_PER_CELL = 60
-#: Fewest rows with which a group above a machine gets parameters of its own. Machines are exempt:
-#: calibration may bring as few as four sizes, and the pull towards the parent holds the rest.
+#: Fewest rows for a group above machines to get separate parameters. Machines are exempt:
+#: calibration may provide as few as four sizes, and the parent determines the rest.
 MIN_ROWS = 6
 #: Correlation length of residuals in octaves of size: a protocol spans several octaves. Engineering
 #: estimate; not fitted.
 LENGTH = 3.0
-#: Standard deviation of residuals and of the noise of a measurement, in log units. Only their ratio
-#: matters: it sets how far the table smooths. Engineering estimates; not fitted.
+#: Standard deviations of residuals and of measurement noise, in log units. Only their ratio
+#: matters: it sets how strongly the table smooths. Engineering estimates; not fitted.
 RESIDUAL_SPREAD, RESIDUAL_NOISE = 0.15, 0.03
 #: Standard deviation of normal errors over the median of their absolute second differences, whose
 #: variance is six times as large: 1 / (0.6745 √6).
 _OF_DIFFERENCES = 0.605
-#: Differences around a measurement that its noise is read off: few enough to lie in one protocol,
-#: enough that a step counts for one of them. Engineering estimate; not fitted.
+#: Second differences around a measurement for estimating its noise: few enough to lie within one
+#: protocol, enough that a step affects one of them. Engineering estimate; not fitted.
 _AROUND = 6
 #: Most measurements in the fit of a cell, which costs O(n³), and most knots kept in the saved file.
 MOST_ROWS, MOST_KNOTS = 240, 64
-
 #: Knots in log2 bytes and the logarithms there, shape ``(n_knots,)`` each.
 Table = tuple[np.ndarray, np.ndarray]
 
@@ -61,8 +61,8 @@ class CurveTree:
     """Fitted parameters by group; keys are ``fabric/operation/library/machine`` cut from the right.
 
     Attributes:
-        curves: Parameters of every group, shape ``(17,)`` each; the key ``""`` is everything.
-        residuals: Tables of what the curves leave of machines' own rows, by :func:`cell_key`.
+        curves: Parameters of every group, shape ``(17,)`` each; the key ``""`` is the root.
+        residuals: Tables of the residuals on machines' rows, by :func:`cell_key`.
     """
 
     curves: dict[str, np.ndarray] = field(default_factory=lambda: {"": START.copy()})
@@ -70,8 +70,8 @@ class CurveTree:
 
     def find(self, path: tuple[str, ...]) -> str:
         """Key of the closest fitted group: the path itself, else its nearest ancestor."""
-        # A library that was never measured on the fabric takes the curves of the one it is timed
-        # like, before those of all libraries.
+        # A library without measurements on the fabric takes the curves of its stand-in before those
+        # of all libraries.
         like = LIKE.get(path[2]) if len(path) > 2 else None
         other = ("/".join((*path[:2], like)),) if like else ()
         keys = ["/".join(path[:length]) for length in range(len(path), 0, -1)]
@@ -83,14 +83,14 @@ class CurveTree:
 
         Args:
             table: Collectives.
-            known: Whether parameters of the machines themselves may be used.
+            known: Whether to use parameters of the machines themselves.
         """
         result = np.zeros(len(table))
         for path, rows in groups(table, depth=4).items():
-            # Without the machine's name the look-up treats it as a machine that was never measured.
+            # Without the machine's name, it counts as unmeasured.
             key = self.find(path if known else path[:3])
             result[rows] = curve_us(self.curves[key], table.points.take(rows))
-            # Residual tables belong to a machine; they do not carry over to another.
+            # Residual tables are specific to a machine.
             for world, own in cells(table, rows).items() if known else ():
                 residual = self.residuals.get(cell_key(path, world))
                 if residual is not None:
@@ -106,7 +106,7 @@ class CurveTree:
         return result
 
     def reaches(self, table: CollectiveTable) -> np.ndarray:
-        """Whether each row's machine was measured with as many devices or more, shape ``(n,)``."""
+        """Whether each row's machine was measured with at least as many devices, shape ``(n,)``."""
         result = np.zeros(len(table), dtype=bool)
         for path, rows in groups(table, depth=4).items():
             start = cell_key(path, 0).removesuffix("0")
@@ -140,13 +140,13 @@ def refine_tree(
 ) -> CurveTree:
     """Copy ``tree`` and fit the groups of ``table`` at ``depths`` near their parents.
 
-    A group that has parameters already is fitted near those instead.
+        A group that already has parameters is fitted near those instead.
 
     Args:
-        tree: Stays as it is.
+        tree: Not modified.
         table: Collectives, ``n`` of them.
-        latency_us: Measured, shape ``(n,)``.
-        depths: From the most general to the machines (1 fabric … 4 machine), ascending.
+        latency_us: Measured latencies, shape ``(n,)``.
+        depths: Depths of the groups, ascending (1 fabric … 4 machine).
     """
     grown = CurveTree(dict(tree.curves), dict(tree.residuals))
     for depth in depths:
@@ -159,7 +159,7 @@ def refine_tree(
             parent = grown.curves[grown.find(path if own else path[:-1])]
             if depth == 3 and path[1] in PERMUTES and path[2] in (XLA, XLA_AMD):
                 parent = _with_late_bulk(parent)
-            # Fabrics differ as much as the start from the truth; below them groups are alike.
+            # Fabrics differ as much as the truth from the start; groups below them differ less.
             spread = 1.0 if depth < 2 else CHILD_SPREAD
             fitted = fit_curve(part.take(some), latency_us[rows][some], parent, spread)
             grown.curves["/".join(path)] = fitted
@@ -184,7 +184,7 @@ def _keep_residuals(
     latency_us: np.ndarray,
     rows: np.ndarray,
 ) -> None:
-    """Keep tables of the residuals of the machine's rows, one for each number of devices."""
+    """Store tables of the residuals of the machine's rows, one per number of devices."""
     for world, own in cells(table, rows).items():
         points = table.points.take(own)
         left = np.log(latency_us[own] / curve_us(tree.curves["/".join(path)], points))
@@ -198,7 +198,7 @@ def fit_curve(
 
     Args:
         table: Collectives, ``n`` of them.
-        latency_us: Measured, shape ``(n,)``.
+        latency_us: Measured latencies, shape ``(n,)``.
         prior: Parameters to start from and to stay near, shape ``(17,)``.
         spread: Allowed distance from the prior, as a multiple of ``SPREAD``.
     """
@@ -209,21 +209,21 @@ def fit_curve(
 
     def robust(parameters: np.ndarray) -> np.ndarray:
         error = (np.log(curve_us(parameters, table.points)) - target) / NOISE
-        # The square of this is the pseudo-Huber loss 2·(√(1 + e²) - 1): least_squares' own losses
-        # would treat the prior's residuals in the same way, which must stay quadratic.
+        # Its square is the pseudo-Huber loss 2·(√(1 + e²) - 1). The loss of least_squares would
+        # also apply to the prior's residuals, which must stay quadratic.
         return np.asarray(np.sign(error) * np.sqrt(2.0 * (np.sqrt(1.0 + error**2) - 1.0)))
 
     def residuals(parameters: np.ndarray) -> np.ndarray:
         return np.concatenate([robust(parameters), (parameters - prior) / width])
 
     def jacobian(parameters: np.ndarray) -> np.ndarray:
-        # Finite differences by all parameters at once: of few rows as quick as by one of them.
+        # Finite differences by all parameters at once: for few rows as fast as by one.
         step = 1.5e-8 * np.maximum(np.abs(parameters), 1.0)
         moved = robust((parameters[:, None] + np.diag(step))[:, :, None])
         slope = (moved - robust(parameters)) / step[:, None]
         return np.concatenate([slope.T, np.diag(1.0 / width)])
 
-    # Six spreads are beyond any plausible value; the bounds only keep exponentials finite.
+    # Six spreads exceed any plausible value; the bounds only keep exponentials finite.
     solution = least_squares(
         residuals, prior, jacobian, (prior - 6 * width, prior + 6 * width), max_nfev=60
     )
@@ -253,12 +253,12 @@ def _spread_out(log_size: np.ndarray) -> np.ndarray:
 
 
 def cell_key(path: tuple[str, ...], world: float) -> str:
-    """Name of a cell: the machine's path and the number of devices."""
+    """Key of a cell: the machine's path and the number of devices."""
     return "/".join((*path, f"{world:g}"))
 
 
 def fit_residual(octaves: np.ndarray, logs: np.ndarray) -> Table:
-    """Table of one cell.
+    """Fit the residual table of one cell.
 
     Args:
         octaves: log2 of the bytes, shape ``(n,)``.
@@ -266,26 +266,26 @@ def fit_residual(octaves: np.ndarray, logs: np.ndarray) -> Table:
     """
     order = np.argsort(octaves, kind="stable")
     some = order[np.unique(np.linspace(0, len(order) - 1, MOST_ROWS).astype(int))]
-    # A residual beyond a factor e is taken for a fault of the measurement, not of the curve.
+    # A residual beyond a factor e is attributed to a faulty measurement.
     x, y = octaves[some], np.clip(logs[some], -1.0, 1.0)
     # Posterior mean in units of SPREAD² (Rasmussen and Williams, equation 2.25).
     noise = np.maximum(RESIDUAL_NOISE, _scatter(y)) / RESIDUAL_SPREAD
     weights = np.linalg.solve(_alike(x, x) + np.diag(noise**2), y)
     seen = np.unique(x)
-    # The table is read by linear interpolation, for which 64 knots over some 20 octaves are enough.
+    # The table is interpolated linearly: 64 knots over some 20 octaves suffice.
     knots = seen[np.unique(np.linspace(0, len(seen) - 1, MOST_KNOTS).astype(int))]
     return knots, _alike(knots, x) @ weights
 
 
 def read_residual(table: Table, octaves: np.ndarray) -> np.ndarray:
-    """Read a table at ``octaves`` of size, shape ``(n,)``: linear between knots, fading beyond.
+    """Evaluate a table at ``octaves`` of size, shape ``(n,)``: linear, decaying beyond the knots.
 
     Returns:
         Log-ratios of measured to predicted, shape ``(n,)``.
     """
     knots, values = table
     beyond = np.maximum(knots[0] - octaves, octaves - knots[-1])
-    # The process's own decay from its last known value.
+    # Decay of the process from its last known value.
     fade = np.exp(-np.maximum(beyond, 0.0) / LENGTH)
     return np.asarray(np.interp(octaves, knots, values) * fade)
 
@@ -293,7 +293,7 @@ def read_residual(table: Table, octaves: np.ndarray) -> np.ndarray:
 def _scatter(logs: np.ndarray) -> np.ndarray:
     """Noise of measurements in order of size, from second differences around each.
 
-    Neighbours that differ at random are not followed; slopes and a single step of a protocol are.
+    Random differences between neighbours count; slopes and a single protocol step do not.
 
     Returns:
         Standard deviations, shape ``(n,)``.
@@ -304,7 +304,7 @@ def _scatter(logs: np.ndarray) -> np.ndarray:
     first = np.clip(np.arange(len(logs)) - _AROUND // 2, 0, len(steps) - _AROUND)
     windows = steps[first[:, None] + np.arange(_AROUND)]
     seen = _OF_DIFFERENCES * np.median(windows, axis=1)
-    # What the process itself varies by from octave to octave is no noise.
+    # Subtract the variation of the process itself from octave to octave.
     own = 2.0 * RESIDUAL_SPREAD**2 * (1.0 - np.exp(-1.0 / LENGTH)) / 3.0
     return np.asarray(np.sqrt(np.maximum(seen**2 - own, 0.0)))
 

@@ -1,7 +1,7 @@
 """Links between devices, and which of them limits a collective.
 
-A *fabric* is the slowest kind of link that a group of devices has to cross: the scale-up links
-(NVLink, xGMI, Xe Link), the host's PCI Express, or the network between nodes.
+The *fabric* of a group of devices is the slowest kind of link that it has to cross: the scale-up
+links (NVLink, xGMI, Xe Link), the host's PCI Express, or the network between nodes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from ...common.errors import DeviceError
 from ...common.types import JsonMapping, JsonObject
 from ...features.devices.device import HOST_BANDWIDTH, NETWORK_BANDWIDTH
 
-#: Slowest kind of link in a group. ``pcie``: devices without scale-up links; ``host``: groups of
-#: scale-up islands (pairs) that are joined by PCI Express; ``staged``: through the host's memory,
-#: for want of peer access; ``network``: more than one node.
+#: ``pcie``: devices without scale-up links; ``host``: groups of scale-up islands (pairs) joined by
+#: PCI Express; ``staged``: through the host's memory, without peer access; ``network``: more than
+#: one node.
 FABRICS = ("scale_up", "pcie", "host", "staged", "network")
-#: A link is a scale-up link if it is this much faster than the host's; PCI Express otherwise.
+#: A link counts as scale-up if it is this much faster than the host's, otherwise as PCI Express.
 #: The bridge of an A40, the slowest NVLink in the tables, has 1.8 times the rate of PCI Express.
 SCALE_UP_RATIO = 1.3
-#: From this share of the scale-up bandwidth on, the network is the same fabric in a larger box, as
-#: in an NVL72 rack.
+#: Share of the scale-up bandwidth from which on the network counts as the same fabric, as in an
+#: NVL72 rack.
 RACK_RATIO = 0.9
-#: Clock that the fitted start-up times refer to, in Hz. The value only sets their unit: between the
+#: Clock in Hz that the fitted start-up times refer to. The value only sets their unit: between the
 #: boost clocks of A100 (1.41 GHz) and H100 (1.98 GHz).
 REFERENCE_CLOCK = 1.8e9
 
@@ -33,17 +33,17 @@ class Links:
     """Links of one kind of machine. Bandwidths in bytes/s, one direction, of one device.
 
     Attributes:
-        link: Between devices of a scale-up island; PCI Express where there is none.
+        link: Between devices of a scale-up island; PCI Express if there is none.
         host: PCI Express to the host.
         inter_node: Network of one device to other nodes.
         devices_per_node: Devices in a node.
         island: Devices that scale-up links join; 0 for the whole node.
         memory: Device memory bandwidth.
-        peer_access: Whether devices reach each other directly; otherwise by the host's memory.
-        clock_hz: Device clock, 0 if unknown. Start-up times are taken to scale with its inverse.
+        peer_access: Whether devices access each other directly rather than through host memory.
+        clock_hz: Device clock, 0 if unknown. Start-up times scale with its inverse.
         architecture: Name of the architecture, for reports.
-        peers: Devices that ``link`` is divided among where each is wired to every other one (xGMI);
-            0 behind a switch.
+        peers: Devices that share ``link`` if each is wired to every other one (xGMI); 0 behind a
+            switch.
     """
 
     link: float
@@ -58,7 +58,7 @@ class Links:
     peers: int = 0
 
     def __post_init__(self) -> None:
-        """Check that there is something to compute with.
+        """Check that all bandwidths are positive.
 
         Raises:
             DeviceError: A bandwidth is not positive.
@@ -74,14 +74,14 @@ class Links:
 
     @classmethod
     def from_spec(cls, spec: object, **changes: Any) -> Links:
-        """Take the facts from a device description by attribute.
+        """Read the links from the attributes of a device description.
 
         Args:
             spec: A ``DeviceSpec`` with ``link_bandwidth``, ``host_bandwidth`` and
-                ``inter_node_bandwidth`` in bytes/s. A missing host bandwidth counts as
-                ``HOST_BANDWIDTH`` of :mod:`~opcast.features.devices.device`, a missing network as
-                ``NETWORK_BANDWIDTH``; a missing link is the host's.
-            **changes: Fields that are known better, such as ``island=2``.
+                ``inter_node_bandwidth`` in bytes/s. Defaults are ``HOST_BANDWIDTH`` of
+                :mod:`~opcast.features.devices.device` for the host, ``NETWORK_BANDWIDTH`` for the
+                network, and the host's bandwidth for the link.
+            **changes: Fields to override, such as ``island=2``.
 
         Raises:
             DeviceError: The description has neither a link nor a host bandwidth.
@@ -104,19 +104,19 @@ class Links:
             "clock_hz": float(getattr(spec, "clock_hz", None) or 0.0),
             "architecture": str(getattr(spec, "architecture", None) or ""),
         }
-        # AMD joins the devices of a node pairwise (data sheets of MI100 to MI355X).
+        # AMD connects the devices of a node pairwise (data sheets of MI100 to MI355X).
         if str(getattr(spec, "vendor", "")).upper() == "AMD":
             facts["peers"] = node - 1
         return cls(**{**facts, **changes})
 
     @classmethod
     def from_row(cls, row: JsonMapping, **changes: Any) -> Links:
-        """Take the facts from a row of a published device table.
+        """Read the links from a row of a published device table.
 
         Args:
             row: ``link_gbs_unidir``, ``pcie_gbs_unidir``, ``inter_node_gbs_unidir`` and
-                ``hbm_gbs`` in 1e9 bytes/s, ``boost_mhz``, ``arch``; absent or NaN is unknown.
-            **changes: Fields that are known better, such as ``island=2``.
+                ``hbm_gbs`` in 1e9 bytes/s, ``boost_mhz``, ``arch``; absent or NaN if unknown.
+            **changes: Fields to override, such as ``island=2``.
         """
         host = 1e9 * _number(row.get("pcie_gbs_unidir"), 32.0)
         facts = {
@@ -141,8 +141,8 @@ class Links:
         return "host" if self.island and world_size > self.island else "scale_up"
 
     def bandwidth(self, fabric: str, world_size: int = 0) -> float:
-        """Bytes/s in one direction of the links of ``fabric`` that a group of a size can use."""
-        # Pairwise links to devices outside the group lie idle.
+        """Bytes/s in one direction that ``world_size`` devices can use over a fabric's links."""
+        # Pairwise links to devices outside the group are idle.
         used = min(world_size - 1, self.peers) / self.peers if self.peers and world_size else 1.0
         return {
             "scale_up": self.link * used,

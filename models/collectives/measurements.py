@@ -1,4 +1,4 @@
-"""Measured collectives from files: nccl-tests output, published tables, a user's own CSV."""
+"""Measured collectives from files: nccl-tests output, published tables, a user's CSV."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .links import Links
 from .model import FindLinks
 from .table import PLATFORMS, RING_PERMUTE, XLA, device_rows
 
-#: Columns that a CSV must have, beside ``device`` or ``platform``.
+#: Columns that a CSV must have, besides ``device`` or ``platform``.
 NEEDED = ("op", "bytes", "world_size", "latency_us")
-#: Names of operations in the tables that curves were fitted to, where they differ from ours.
+#: Names of operations in the fitted tables that differ from opcast's.
 _TABLE_NAMES = {"all_to_all": "alltoall"}
 #: Columns that identify a table of XLA's collectives (README of the XLA pack).
 XLA_COLUMNS = frozenset(("device", "kind", "pattern", "n_devices", "total_devices", "bytes"))
-#: Devices of XLA's tables that were measured as one: GB200 and GB300 come from one change, and a
-#: seventh of their values are identical.
+#: Devices of XLA's tables that count as measured together: GB200 and GB300 come from one change,
+#: and a seventh of their values are identical.
 _MEASURED_AS_ONE = {"gb300": "gb200"}
-# What nccl-tests prints (common.cu): "#  Rank  0 Group  0 Pid … on HOST device  0 [0x…] NVIDIA …",
+# Output of nccl-tests (common.cu): "#  Rank  0 Group  0 Pid … on HOST device  0 [0x…] NVIDIA …",
 # and rows of size, count, type, redop, root, then time, algbw and busbw out of place.
 _RANK = re.compile(r"^#\s+Rank\s+(\d+).*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+?)\s*$")
 _TEST = re.compile(r"(all_reduce|all_gather|reduce_scatter|alltoall|sendrecv|broadcast)(?:_perf)?")
@@ -35,18 +35,18 @@ _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+(\w+)\s+(\S+)\s+(-?\d+)\s+([\d.]+)\s+([\
 def read_collectives(
     paths: Sequence[Path], device: str = "", op: str = ""
 ) -> tuple[pd.DataFrame, FindLinks]:
-    """Read measurements, and find the links of the devices that they name.
+    """Read measurements, and find the links of their devices.
 
     Args:
         paths: Files of nccl-tests output; tables of XLA's collectives; CSV files (also
             ``.csv.gz``) with the columns :data:`NEEDED` and ``device`` or ``platform``, and
-            perhaps ``backend``, ``devices_per_node``, ``dtype``, ``kernel``, ``split``,
+            optionally ``backend``, ``devices_per_node``, ``dtype``, ``kernel``, ``split``,
             ``source``; or folders with ``collectives*.csv*`` and device tables ``devices*.csv``.
-        device: Device of rows that name none, or instead of what nccl-tests printed.
-        op: Operation, where an output of nccl-tests does not name it.
+        device: Device of rows that name none; overrides the device in nccl-tests output.
+        op: Operation, if the output of nccl-tests does not name it.
 
     Returns:
-        Rows with ``split`` and ``source``, and links by device: from the device tables beside the
+        Rows with ``split`` and ``source``, and links by device: from device tables next to the
         rows, else from the catalogue.
 
     Raises:
@@ -104,19 +104,19 @@ def xla_rows(table: pd.DataFrame) -> pd.DataFrame:
     """Bring XLA's table of collectives into the form of measured rows.
 
     Args:
-        table: One collective over ``n_devices`` of a domain of ``total_devices`` in each row.
+        table: One collective per row, over ``n_devices`` of a domain of ``total_devices``.
 
     Returns:
-        ``id`` (the number of the row where the table has none), ``op``, ``bytes``, ``world_size``,
+        ``id`` (the row number if the table has none), ``op``, ``bytes``, ``world_size``,
         ``devices_per_node`` (the domain), ``device``, ``backend``, ``group`` (devices measured as
-        one), ``dtype``, ``source``, and ``split`` and ``latency_us`` where given; ``suspect`` marks
+        one), ``dtype``, ``source``, and ``split`` and ``latency_us`` if given; ``suspect`` marks
         rows of an older generator whose byte count is unknown.
     """
     device = table["device"].astype(str)
     rows = pd.DataFrame({"device": device, "bytes": table["bytes"], "source": "xla"})
     rows["id"] = table["id"].astype(str) if "id" in table else np.arange(len(table)).astype(str)
     rows["op"] = [_xla_op(*names) for names in zip(table["kind"], table["pattern"], strict=True)]
-    # A permute is a transfer between two devices, however many others do the same.
+    # A permute is a transfer between two devices, however many run at once.
     pairs = rows["op"].isin(["send_recv", RING_PERMUTE]) & (table["n_devices"] > 1)
     rows["world_size"] = table["n_devices"].where(~pairs, 2)
     rows["devices_per_node"] = table["total_devices"]
@@ -130,7 +130,7 @@ def xla_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 def _xla_op(kind: object, pattern: object) -> str:
     name = collective_name(str(kind))
-    # In pairs or one way, each device has one peer; a ring shifts from each to the next.
+    # Pairwise or one way, each device has one peer; a ring shifts from each to the next.
     if name == RING_PERMUTE and pattern != "ring":
         return "send_recv"
     return _TABLE_NAMES.get(name, name)
@@ -139,11 +139,11 @@ def _xla_op(kind: object, pattern: object) -> str:
 def parse_nccl_tests(
     text: str, where: str = "nccl-tests", device: str = "", op: str = ""
 ) -> pd.DataFrame:
-    """Read rows from the output of ``all_reduce_perf`` and its like: bytes and out-of-place times.
+    """Read rows from the output of ``all_reduce_perf`` etc.: bytes and out-of-place times.
 
-    Several outputs may follow each other in one text. The operation is the name of the program,
-    which newer versions print, or which the text or ``where`` has; device, number of devices and of
-    nodes come from the list of ranks.
+    A text may contain several outputs. The operation is the name of the program, which newer
+    versions print, or which the text or ``where`` contains; device and numbers of devices and nodes
+    come from the list of ranks.
 
     Raises:
         DatasetError: There is no row of results, or operation, ranks or device are unknown.
@@ -153,7 +153,7 @@ def parse_nccl_tests(
     kind, named_device = op, device
     for line in text.splitlines():
         if rank := _RANK.match(line):
-            # Rank 0 begins the list of another run.
+            # Rank 0 starts the list of another run.
             hosts = {} if rank[1] == "0" else hosts
             hosts[int(rank[1])] = rank[2]
             named_device = device or rank[3]
@@ -199,7 +199,7 @@ def _find(tables: list[pd.DataFrame]) -> FindLinks:
     def find(name: str) -> Links:
         if name in listed:
             return from_tables(name)
-        # The tables write "NVIDIA A40 (vidur a40)"; the catalogue has the part before.
+        # The tables write "NVIDIA A40 (vidur a40)"; the catalogue has the part before " (".
         plain = name.split(" (")[0] if name in {d for d, _ in PLATFORMS.values()} else name
         return Links.from_spec(find_device(plain))
 
@@ -207,7 +207,7 @@ def _find(tables: list[pd.DataFrame]) -> FindLinks:
 
 
 def size_bins(size: np.ndarray) -> np.ndarray:
-    """Names of the size ranges of reports, shape ``(n,)``."""
+    """Names of the size ranges in reports, shape ``(n,)``."""
     names = np.array(["up to 32 KiB", "32 KiB to 1 MiB", "1 to 16 MiB", "above 16 MiB"])
-    # The + 1 puts a size that equals an edge below it ("up to").
+    # The + 1 puts a size equal to an edge below it ("up to").
     return np.asarray(names[np.digitize(size, [2**15 + 1, 2**20 + 1, 2**24 + 1])])

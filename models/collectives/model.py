@@ -1,10 +1,9 @@
 """Predicts collectives from the operation, its bytes, the number of devices and their links.
 
-The physics is ring volume over link bandwidth plus start-ups (:mod:`.curve`); on top come a few
-fitted parameters for each fabric, operation, library and machine (:mod:`.fit`). A machine without
-measurements takes the parameters of its fabric, operation and library, scaled by its own bandwidth
-and clock. Fitted parameters ship with the package; :mod:`.on_cluster` applies the model to the
-ranks of a cluster.
+The physics is ring volume over link bandwidth plus start-ups (:mod:`.curve`), with a few fitted
+parameters per fabric, operation, library and machine (:mod:`.fit`). A machine without measurements
+takes the parameters of its fabric, operation and library, scaled by its bandwidth and clock. Fitted
+parameters ship with the package; :mod:`.on_cluster` applies the model to the ranks of a cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .table import CollectiveTable, collective_table
 #: Folds of the calibration scores; each costs a fit of the whole tree, which takes about a minute.
 FOLDS = 5
 
-#: Slashes in a key of interval ends that names a library: ``scope/fabric/library``.
+#: Slashes in a key of interval bounds down to a library: ``scope/fabric/library``.
 LIBRARY_DEPTH = 2
 
 FindLinks = Callable[[str], Links]
@@ -44,8 +43,8 @@ class CollectiveModel(JsonModel):
 
     Attributes:
         tree: Parameters by group.
-        intervals: Ends of the 90 % intervals.
-        calibrated_machines: Machines that were calibrated with rows of their own.
+        intervals: Bounds of the 90 % intervals.
+        calibrated_machines: Machines that were calibrated with their owner's rows.
         provenance: Sources of the parameters.
     """
 
@@ -61,21 +60,21 @@ class CollectiveModel(JsonModel):
         """Latencies of collectives.
 
         Args:
-            frame: Rows as :func:`~opcast.models.collectives.table.collective_table` takes them.
+            frame: Rows as for :func:`~opcast.models.collectives.table.collective_table`.
             find: Links by device string.
-            own: Whether they are the links that the machines were measured with; on others a
+            own: Whether these are the links that the machines were measured with; with others, a
                 measured machine counts as new.
 
         Returns:
             ``latency_s``, ``lo_s``, ``hi_s`` (90 %) in seconds and ``scope`` (``known``,
-            ``calibrated`` or ``new`` machine, the last also where it was measured with fewer
-            devices only; ``foreign`` where the library's operation was never measured on that
-            fabric), with the index of ``frame``.
+            ``calibrated`` or ``new`` machine, the last also if it was only measured with fewer
+            devices; ``foreign`` if the library's operation was never measured on that fabric), with
+            the index of ``frame``.
         """
         table = collective_table(frame, find)
         latency = self.tree.predict_us(table) / 1e6
-        # Depth 3 is the library's operation on the fabric; without it nothing closer than the
-        # operation on the fabric was fitted.
+        # Depth 3 is the library's operation on the fabric; without it, the closest fitted group is
+        # the operation on the fabric.
         scope = np.where(self.tree.knows(table, depth=3), "new", "foreign").astype(object)
         scope[self.tree.knows(table) & self.tree.reaches(table) & own] = "known"
         calibrated = np.isin(table.machine, self.calibrated_machines) & (scope == "known")
@@ -93,7 +92,7 @@ class CollectiveModel(JsonModel):
         """Return a copy that is calibrated to the machines of measured rows.
 
         Only parameters of machines (depth 4) are fitted; those of fabrics, operations and libraries
-        stay as they are.
+        are kept.
 
         Args:
             rows: As for :meth:`predict`, with ``latency_us``.
@@ -116,7 +115,7 @@ class CollectiveModel(JsonModel):
         """Return a copy that also covers the libraries of measured rows.
 
         Parameters of libraries and machines (depths 3 and 4) are fitted; those of fabrics and
-        operations stay as they are.
+        operations are kept.
 
         Args:
             rows: As for :meth:`calibrated`; machines with the same ``group`` count as one.
@@ -132,7 +131,7 @@ class CollectiveModel(JsonModel):
         owner = dict(zip(table.machine, group, strict=True))
 
         def fit(part: CollectiveTable, part_us: np.ndarray) -> CurveTree:
-            # A library's curves are for machines never measured: groups count alike in them.
+            # A library's curves are for unmeasured machines: groups have equal weight.
             some = np.zeros(len(part), bool)
             groups_of = np.array([owner[m] for m in part.machine], object)
             for own in groups(part, depth=3).values():
@@ -146,12 +145,12 @@ class CollectiveModel(JsonModel):
         folds = _fold_scores(fit, table, latency)
         fresh.learn("known", table, folds)
         left_out, related = leave_one_out(table, latency, group, fit)
-        # Groups count alike: a machine with many rows must not decide what holds for a new one.
+        # Groups have equal weight, so that a machine with many rows does not dominate.
         even = _even(group, np.isfinite(left_out))
         for scope, of_scope in (("new", even & related), ("foreign", even & ~related)):
             scores = np.log(latency[of_scope] / left_out[of_scope])
             fresh.learn(scope, table.take(of_scope), scores)
-        # Ends that name a library; wider pools stay those of the first fit.
+        # Bounds below a library; wider pools keep those of the first fit.
         own = {key: ends for key, ends in fresh.ends.items() if key.count("/") >= LIBRARY_DEPTH}
         errors = _errors(table, group, np.log(latency / left_out), folds, fresh, related)
         joined = [*_listed(self.provenance.get("joined")), {**about, "errors": errors}]
@@ -163,13 +162,13 @@ class CollectiveModel(JsonModel):
         )
 
     def joined_errors(self) -> pd.DataFrame:
-        """Errors of the libraries that were joined last, by what was left out, in per cent."""
+        """Errors of the libraries that were joined last, by what was held out, in per cent."""
         last = _listed(self.provenance.get("joined"))[-1:]
         errors = last[0].get("errors") if last and isinstance(last[0], dict) else None
         return pd.DataFrame.from_dict(errors or {}, orient="index")
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data: parameters, interval ends and provenance."""
+        """Convert to plain data: parameters, interval bounds and provenance."""
         return {
             "parameters": PARAMETERS,
             "curves": {k: np.round(v, 4).tolist() for k, v in sorted(self.tree.curves.items())},
@@ -185,9 +184,9 @@ class CollectiveModel(JsonModel):
         }
 
     def text(self, data: JsonMapping) -> str:
-        """The file of data, with a list of numbers on one line.
+        """JSON text of the data, with each list of numbers on one line.
 
-        One number a line would make the file, which is under version control, several times as
+        One number per line would make the file, which is under version control, several times as
         long.
         """
         return json.dumps(data, indent=1).replace("\n   ", " ").replace("\n  ]", " ]") + "\n"
@@ -195,7 +194,7 @@ class CollectiveModel(JsonModel):
     @classmethod
     def from_dict(cls, data: JsonMapping) -> CollectiveModel:
         """Read :meth:`to_dict`'s data."""
-        # Curves name no parameters of their own: in another order they would be silently wrong.
+        # Curves do not name their parameters: another order would be silently wrong.
         if tuple(data["parameters"]) != PARAMETERS:
             raise ValueError("its parameters are of another format")
         curves = {k: np.array(v, dtype=float) for k, v in data["curves"].items()}
@@ -214,19 +213,19 @@ def fit_collectives(
     Args:
         rows: As for :meth:`CollectiveModel.predict`, with ``latency_us``.
         find: Links by device string.
-        provenance: Kept in the saved file.
+        provenance: Stored in the saved file.
 
     Returns:
-        The model, fitted to every row. Its intervals of known machines come from folds of the rows,
-        those of new machines from leaving out each architecture in turn, apart for libraries that
-        are then left without rows on the fabric.
+        The model, fitted to every row. Its intervals of known machines come from cross-validation
+        over rows, those of new machines from holding out each architecture in turn, separately for
+        libraries that are then left without rows on the fabric.
     """
     table, latency = measured_table(rows, find)
     intervals = Intervals()
     intervals.learn("known", table, _fold_scores(fit_tree, table, latency))
     left_out, related = leave_one_out(table, latency)
-    # Rows whose library's operation no other architecture has on that fabric show a worse case than
-    # a new machine does.
+    # Rows whose library's operation no other architecture has on that fabric are a worse case than
+    # a new machine.
     for scope, of_scope in (("new", related), ("foreign", ~related & np.isfinite(left_out))):
         scores = np.log(latency[of_scope] / left_out[of_scope])
         intervals.learn(scope, table.take(of_scope), scores)
@@ -275,13 +274,13 @@ def leave_one_out(
 
     Args:
         table: Collectives, ``n`` of them.
-        latency_us: Measured, shape ``(n,)``.
-        group: What is left out together, shape ``(n,)``; the architectures by default.
+        latency_us: Measured latencies, shape ``(n,)``.
+        group: Group of each row to hold out together, shape ``(n,)``; architectures by default.
         fit: Fits the model.
 
     Returns:
-        Microseconds, shape ``(n,)``, NaN for every row if there is only one architecture; and
-        whether other machines had rows of the same fabric, operation and library, shape ``(n,)``.
+        Microseconds, shape ``(n,)``, NaN if there is only one group; and whether other groups had
+        rows of the same fabric, operation and library, shape ``(n,)``.
     """
     result, related = np.full(len(table), np.nan), np.zeros(len(table), dtype=bool)
     owner = table.family if group is None else group
@@ -296,7 +295,7 @@ def leave_one_out(
 
 
 def _even(group: np.ndarray, usable: np.ndarray) -> np.ndarray:
-    """Mask of usable rows of which every group has equally many, drawn at random."""
+    """Mask of usable rows with equally many of every group, drawn at random."""
     names, counts = np.unique(group[usable].astype(str), return_counts=True)
     rng, chosen = np.random.default_rng(0), np.zeros(len(group), bool)
     for name in names:
@@ -313,7 +312,7 @@ def _errors(
     intervals: Intervals,
     related: np.ndarray,
 ) -> dict[str, dict[str, float]]:
-    """Errors in per cent of left-out groups and of held-out rows, by size, with their coverage."""
+    """Errors in per cent on held-out groups and rows, by size, with coverage of the intervals."""
     result: dict[str, dict[str, float]] = {}
     known = np.full(len(table), "known", object)
     scopes = np.where(related, "new", "foreign").astype(object)
@@ -344,8 +343,8 @@ def _fold_scores(
     table: CollectiveTable,
     latency_us: np.ndarray,
 ) -> np.ndarray:
-    # Single rows, not machines, are held out: the scope is a known machine at another size. The
-    # fixed seed makes the shipped file reproducible.
+    # Hold out single rows, not machines: the scope is a known machine at another size. The fixed
+    # seed makes the shipped file reproducible.
     fold = np.random.default_rng(0).permutation(len(table)) % FOLDS
     scores = np.zeros(len(table))
     for k in range(FOLDS):

@@ -1,8 +1,8 @@
 """Prices collectives on a cluster by fitted curves where they apply, by closed forms elsewhere.
 
-Inside one box of GPUs the fitted curves (:mod:`.model`) know the library's protocols; across whole
-boxes they are used only where the machine itself was measured that way. Everything else, networks
-of another kind or with figures of their own among it, takes the closed forms of
+Inside one box of GPUs, the fitted curves (:mod:`.model`) represent the library's protocols; across
+whole boxes they apply only to machines that were measured that way. All other groups, including
+those on other kinds of networks or networks with specified figures, use the closed forms of
 :mod:`opcast.simulate.collectives`.
 """
 
@@ -29,10 +29,10 @@ from .model import CollectiveModel
 from .table import RING_PERMUTE
 
 #: Largest group on a machine that was not measured with as many devices: most published scale-up
-#: measurements come from boxes of eight, so beyond that the curves would extrapolate.
+#: measurements are of boxes of eight, so that larger groups would be extrapolations.
 MOST_DEVICES = 8
-#: Libraries to try in turn: PyTorch and XLA call NCCL, so their rows stand in where NCCL's own are
-#: missing. XLA was measured inside one domain only, there with up to 72 devices.
+#: Libraries to try in turn: PyTorch and XLA call NCCL, so their rows stand in if NCCL has none. XLA
+#: was only measured inside one domain, with up to 72 devices.
 _LIKE = {"nccl": ("nccl", "torch", "xla"), "xla": ("xla", "nccl", "torch")}
 
 
@@ -42,10 +42,10 @@ class CollectiveEstimate:
 
     Attributes:
         latency: Seconds.
-        lo: Lower end of the 90 % interval.
-        hi: Upper end.
+        lo: Lower bound of the 90 % interval.
+        hi: Upper bound of the 90 % interval.
         source: ``learned`` or ``analytical``.
-        detail: Scope of the curve (as :meth:`CollectiveModel.predict`), or the algorithm.
+        detail: Scope of the curve (as of :meth:`CollectiveModel.predict`), or the algorithm.
     """
 
     latency: float
@@ -55,13 +55,13 @@ class CollectiveEstimate:
     detail: str
 
 
-#: Key under which an answer is remembered: the collective, its group and its library.
+#: Cache key: the collective, its group and its library.
 _Query = tuple[str, float, int | range | tuple[int, ...], Cluster, str]
 
 
 @dataclass
 class ClusterCollectives:
-    """Estimates collectives between the ranks of a cluster, and remembers the answers.
+    """Estimates collectives between the ranks of a cluster, with a cache.
 
     Attributes:
         model: Fitted collectives.
@@ -80,14 +80,14 @@ class ClusterCollectives:
         cluster: Cluster,
         backend: str = "nccl",
     ) -> CollectiveEstimate:
-        """Time of a collective, with the arguments of ``choose.collective_cost``.
+        """Estimate a collective, with the arguments of ``choose.collective_cost``.
 
         Args:
             kind: Collective.
             bytes_per_rank: Bytes that each rank contributes.
             group: Ranks, or their number.
             cluster: Cluster that they belong to.
-            backend: Library whose curves are wanted.
+            backend: Library whose curves to use.
 
         Raises:
             DeviceError: As ``collective_cost``.
@@ -128,7 +128,7 @@ class ClusterCollectives:
                 if learned is not None:
                     return learned
         cost = collective_cost(plain, size, ranks, cluster)
-        # A group of a single rank sends nothing: its time of 0 is exact.
+        # A group of a single rank sends nothing: its time is exactly 0.
         lower, upper = UNKNOWN if dims else (0.0, 0.0)
         low, high = cost.total * exp(lower), cost.total * exp(upper)
         return CollectiveEstimate(cost.total, low, high, "analytical", cost.algorithm)
@@ -136,7 +136,7 @@ class ClusterCollectives:
 
 @dataclass(frozen=True)
 class _Chip:
-    """A GPU, and the one of the catalogue whose curves it takes: itself, or a design's base."""
+    """A GPU, and the catalogue GPU whose curves it takes: itself, or a design's base."""
 
     spec: DeviceSpec
     base: DeviceSpec
@@ -146,7 +146,7 @@ def _chip(device: str) -> _Chip | None:
     """The GPU of a cluster by name or file; ``None`` if it is another device or unknown."""
     try:
         spec = read_device(device)
-    # A cluster may be made for a description that has no file.
+    # A cluster may be built for a description without a file.
     except DeviceError:
         return None
     if spec.platform != "gpu":
@@ -155,18 +155,18 @@ def _chip(device: str) -> _Chip | None:
 
 
 def _written(device: str) -> float:
-    """When a device's file was written; 0 for a name, without asking the disk."""
+    """Modification time of a device's file; 0 for a name, without accessing the disk."""
     path = Path(device) if "." in device else None
     return path.stat().st_mtime if path and path.is_file() else 0.0
 
 
 def _as_usual(dims: tuple[Dimension, ...], first: Dimension, chip: _Chip) -> bool:
-    """Whether a group lies in one box, or is made of whole boxes, joined as the chip's are.
+    """Whether a group is in one box or of whole boxes, joined in the usual way for the chip.
 
-    The curves follow the bandwidth of a box's links; one of another kind, or whose latency or
-    efficiency its file gives, was not measured.
+    The curves scale with the bandwidth of a box's links; another kind of link, or one with a
+    specified latency or efficiency, was not measured.
     """
-    # A group that takes part of several boxes has another pattern of traffic.
+    # A group with parts of several boxes has another traffic pattern.
     whole = len(dims) == 2 and dims[0] == first
     if not (len(dims) == 1 and dims[0].name == first.name) and not whole:
         return False
@@ -180,7 +180,7 @@ def _as_usual(dims: tuple[Dimension, ...], first: Dimension, chip: _Chip) -> boo
 
 
 def _alike(dim: Dimension, usual: Dimension, bandwidth: bool = False) -> bool:
-    """Whether what a dimension's file says of it is what joins such devices anyway."""
+    """Whether the specified figures of a dimension match the usual ones for such devices."""
     plain = Dimension(dim.kind, dim.size, dim.bandwidth, shape=dim.shape, radix=dim.radix)
     figures = ("latency", "launch", "efficiency", "algorithms", "reduction", "oversubscription")
     if dim.kind != usual.kind or (bandwidth and dim.bandwidth != usual.bandwidth):
@@ -190,7 +190,7 @@ def _alike(dim: Dimension, usual: Dimension, bandwidth: bool = False) -> bool:
 
 @lru_cache(maxsize=256)
 def _usual(device: str, count: int) -> tuple[Dimension, ...]:
-    """What joins devices of the catalogue; empty where no rule joins as many."""
+    """Usual topology of devices of the catalogue; empty if no rule joins this many."""
     try:
         return joined(device, count).topology.dims
     except DeviceError:
@@ -206,9 +206,9 @@ def _learned(
     chip: _Chip,
     library: str,
 ) -> CollectiveEstimate | None:
-    """Estimate from the curves, or ``None`` if the library's operation was never measured so.
+    """Estimate from the curves; ``None`` if the library's operation was not measured like this.
 
-    Across boxes the machine itself must have been measured with the same number of devices.
+    Across boxes, the machine itself must have been measured with the same number of devices.
     """
     spec, first = chip.base, cluster.topology.dims[0]
     world, inside = prod(d.size for d in dims), dims[0].size
@@ -217,22 +217,22 @@ def _learned(
     own = not usual or first.bandwidth == usual[0].bandwidth
     own = own and Links.from_spec(chip.spec) == Links.from_spec(spec)
     asked = COLLECTIVES[kind]
-    # Machines on which this library was measured: another one's may have another of the names.
+    # Machines with measurements of this library: others may use different names.
     paths = [key.split("/", 3) for key in model.tree.curves if key.count("/") >= 3]
     machines = {p[3] for p in paths if p[1] == asked.measured and library in (p[2], LIKE.get(p[2]))}
-    # A calibration may have named the cluster itself, which is closer than the device's name.
+    # A calibration may have named the cluster itself, which takes precedence over the device.
     machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
     row = {
         "op": asked.measured,
         "bytes": max(size * (world if asked.gathers else 1), 1.0),
-        # A shift is a transfer between two devices for each of them.
+        # A shift is one transfer between two devices per device.
         "world_size": 2 if asked.measured == RING_PERMUTE else world,
         "devices_per_node": inside,
         "device": machine or spec.name,
         "backend": library,
     }
-    # Networks differ more than their data sheets (docs/collectives.md): across boxes only
-    # measurements of this very machine and number of devices count, otherwise the closed forms do.
+    # Networks differ more than their data sheets (docs/collectives.md): across boxes, only
+    # measurements of this machine and number of devices are used.
     cell = cell_key(("network", asked.measured, library, machine), world)
     if len(dims) > 1 and cell not in model.tree.residuals:
         return None

@@ -1,9 +1,9 @@
-"""Measures how well collectives are predicted: held-out sizes, left-out machines, simpler forms.
+"""Evaluates collective predictions: held-out sizes, held-out machines, simpler models.
 
 Figures are absolute percentage errors. ``fitted`` is the model fitted to the other rows, ``three``
-(parameters) and ``knots`` are simpler forms fitted to the same rows, ``ring`` is the plain ring.
-``left_out`` saw no machine of the architecture; ``four_sizes`` saw, beside that, four sizes of each
-cell, which do not count; ``from_a100`` saw machines with A100 only.
+(parameters) and ``knots`` are simpler models fitted to the same rows, ``ring`` is the plain ring.
+``left_out`` was fitted without any machine of the architecture; ``four_sizes`` also to four sizes
+of each cell, which are not tested; ``from_a100`` to machines with A100 only.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .measurements import size_bins
 from .model import FindLinks, measured_table
 from .table import CollectiveTable
 
-#: What is compared on held-out rows, and on machines that were left out.
+#: Estimates to compare on held-out rows, and on held-out machines.
 KNOWN = ("fitted", "three", "knots", "ring")
 UNSEEN = ("left_out", "four_sizes", "from_a100")
-#: Knots of the interpolation: about one for every two octaves of the usual range of sizes.
+#: Knots of the interpolation: about one per two octaves of the usual range of sizes.
 KNOTS = 12
-#: Start of the fit: launch and latency of a step in microseconds, share of the bandwidth. Plausible
+#: Start of the fit: launch and step latency in microseconds, fraction of the bandwidth. Plausible
 #: for NCCL over NVLink; the bounds of e^-8 to e^4 around it exclude nothing realistic.
 START = np.log([8.0, 1.0, 0.6])
 #: Start-up time of one step of the plain ring, in microseconds. Engineering estimate, not fitted:
-#: the ring is the baseline that the curves have to beat.
+#: the ring is the baseline for the curves.
 NAIVE_START_US = 3.0
-#: Sizes of a cell that ``four_sizes`` is given, in octaves: 4 KiB, 256 KiB, 8 MiB and 256 MiB, so
-#: that each part of the curve has one.
+#: Sizes per cell for ``four_sizes``, in octaves: 4 KiB, 256 KiB, 8 MiB and 256 MiB, so that each
+#: part of the curve has one.
 FOUR = (12.0, 18.0, 23.0, 28.0)
-#: Architecture of the A100, as the published device tables write it.
+#: Architecture of the A100 in the published device tables.
 A100 = "Ampere GA100"
 
 Tell = Callable[[str], None]
@@ -46,8 +46,8 @@ def study(
     Args:
         rows: Measured collectives with ``latency_us``, ``split`` and ``source``.
         find: Links by device string.
-        tell: Called with a sentence before each of the fits, which take a minute each.
-        unseen: Whether to leave machines out.
+        tell: Receives a message before each of the fits, which take a minute each.
+        unseen: Whether to hold machines out.
 
     Returns:
         Columns :data:`KNOWN` and :data:`UNSEEN`, and ``size``, ``op``, ``backend``, ``machine``,
@@ -127,7 +127,7 @@ def four_of_each_cell(table: CollectiveTable) -> np.ndarray:
 def summary(
     errors: pd.DataFrame, by: Sequence[str], columns: Sequence[str] = KNOWN
 ) -> pd.DataFrame:
-    """Rows, and mean and median error in per cent, of each group; ``all`` without groups."""
+    """Number of rows, and mean and median error in per cent, by group; ``all`` without groups."""
     some = errors.dropna(subset=list(columns), how="all")
     grouped = some.groupby(list(by) if by else [lambda _: "all"])
     figures: dict[str, pd.Series] = {"rows": grouped.size()}
@@ -138,7 +138,7 @@ def summary(
 
 
 def naive_ring_us(table: CollectiveTable) -> np.ndarray:
-    """The alpha–beta ring with nominal bandwidth, in microseconds, shape ``(n,)``."""
+    """Time by the alpha–beta ring with nominal bandwidth, in microseconds, shape ``(n,)``."""
     points = table.points
     return np.asarray(NAIVE_START_US * points.steps + points.wire / points.bandwidth)
 
@@ -164,14 +164,14 @@ def three_parameters(table: CollectiveTable, latency_us: np.ndarray) -> np.ndarr
         return np.asarray(np.log(three_parameter_us(np.exp(parameters), table) / latency_us))
 
     bounds = (START - 8.0, START + 4.0)
-    # Linear beyond errors of 10 %, so that a change of protocol, which this form cannot follow,
-    # does not rule the fit.
+    # Linear beyond errors of 10 %, so that protocol changes, which this form cannot represent, do
+    # not dominate the fit.
     solution = least_squares(residuals, START, loss="soft_l1", f_scale=0.1, bounds=bounds)
     return np.asarray(np.exp(solution.x))
 
 
 def three_parameter_us(parameters: np.ndarray, table: CollectiveTable) -> np.ndarray:
-    """Microseconds by the three parameters, shape ``(n,)``."""
+    """Time by the three-parameter form in microseconds, shape ``(n,)``."""
     launch, latency, efficiency = parameters
     points = table.points
     moved = points.wire / (efficiency * points.bandwidth)
@@ -179,7 +179,7 @@ def three_parameter_us(parameters: np.ndarray, table: CollectiveTable) -> np.nda
 
 
 def fit_three(table: CollectiveTable, latency_us: np.ndarray) -> dict[tuple[str, ...], np.ndarray]:
-    """Three parameters of every machine's fabric, operation and library."""
+    """Fit three parameters to every machine's fabric, operation and library."""
     return {
         path: three_parameters(table.take(rows), latency_us[rows])
         for path, rows in groups(table, depth=4).items()
@@ -199,7 +199,7 @@ def knots_us(table: CollectiveTable, latency_us: np.ndarray, others: CollectiveT
     """Log-linear interpolation between :data:`KNOTS` knots fitted to each cell of ``table``.
 
     Returns:
-        Microseconds of ``others``, NaN where a cell was not measured; shape ``(n_others,)``.
+        Microseconds of ``others``, NaN for unmeasured cells; shape ``(n_others,)``.
     """
     measured = groups(table, depth=4)
     result = np.full(len(others), np.nan)
@@ -216,10 +216,11 @@ def knots_us(table: CollectiveTable, latency_us: np.ndarray, others: CollectiveT
 def _hats(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
     """Least squares over hat functions, with a weak penalty on second differences."""
     low, high = min(x.min(), at.min()), max(x.max(), at.max())
-    # The knots cover the asked sizes, too; the offset keeps the last one inside the last interval.
+    # The knots also cover the requested sizes; the offset keeps the last one inside the last
+    # interval.
     knots = np.linspace(low, high + 1e-9, KNOTS)
     basis = np.stack([np.interp(x, knots, row) for row in np.eye(KNOTS)], axis=1)
-    # Weak against the data; it only determines knots that no measurement touches.
+    # Weak relative to the data; it only determines knots without measurements nearby.
     smooth = 0.03 * np.diff(np.eye(KNOTS), 2, axis=0)
     matrix = np.concatenate([basis, smooth])
     values = np.linalg.lstsq(matrix, np.concatenate([y, np.zeros(KNOTS - 2)]), rcond=None)[0]

@@ -1,10 +1,10 @@
-"""Turns rows of a frame into the arrays that the curves are evaluated on.
+"""Converts rows of a frame to arrays for the curves.
 
 Bytes are those of nccl-tests: the buffer for ``all_reduce``, ``send_recv`` and ``broadcast``; the
 full buffer (the output of the gather, the input of the scatter) for ``all_gather`` and
-``reduce_scatter``; one device's whole send buffer for ``alltoall``. Backend ``oneccl`` differs:
-its ``all_gather`` counts one device's share (measured times rise with ``n - 1`` shares, and only
-then agree with its other ops).
+``reduce_scatter``; one device's whole send buffer for ``alltoall``. Backend ``oneccl`` differs: its
+``all_gather`` counts one device's share (measured times rise with ``n - 1`` shares, and only this
+makes them consistent with its other operations).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ...common.files import own_data
 from .curve import COPY_EFFICIENCY, Points, steps, wire_bytes
 from .links import REFERENCE_CLOCK, Links
 
-#: Frameworks with an all-reduce of their own, which sends whole buffers while messages are small.
+#: Frameworks with a custom all-reduce, which sends whole buffers for small messages.
 CUSTOM_BACKENDS = ("sglang", "vllm", "trtllm")
-#: Operations that NCCL runs as rings in one domain, however many devices there are; trees are for
-#: reductions to all (NCCL, ``NCCL_ALGO``).
+#: Operations that NCCL runs as rings in one domain for any number of devices; trees are for
+#: all-reduces (NCCL, ``NCCL_ALGO``).
 RINGS = ("all_gather", "reduce_scatter", "alltoall")
-#: A permute in which every device sends to the next and receives from the one before at once.
+#: A permute in which every device sends to the next while receiving from the previous one.
 RING_PERMUTE = "collective_permute"
-#: Collectives as XLA times them on AMD's devices: by RCCL, whose start-ups are three times those of
-#: NCCL in XLA's tables.
+#: Collectives as XLA times them; on AMD devices they run in RCCL, whose start-ups are three times
+#: those of NCCL in XLA's tables.
 XLA, XLA_AMD = "xla", "xla_rccl"
-#: Machines that published tables name instead of a device: device string, and links that are known
-#: better (``platforms.yaml``).
+#: Machines that published tables name instead of a device: device string, and overridden links
+#: (``platforms.yaml``).
 PLATFORMS: dict[str, tuple[str, dict[str, object]]] = {
     name: (own["device"], own["links"])
     for name, own in own_data("models/collectives/platforms.yaml").items()
@@ -44,9 +44,9 @@ class CollectiveTable:
     """Collectives ready to be estimated; arrays of shape ``(n,)``.
 
     Attributes:
-        fabric: As in :data:`~opcast.models.collectives.links.FABRICS`.
+        fabric: One of :data:`~opcast.models.collectives.links.FABRICS`.
         backend: Library, with ``_eager`` where the host issues the calls one by one.
-        op: Operation; ``all_reduce_int8`` for all-reduces of bytes, which switches cannot add up.
+        op: Operation; ``all_reduce_int8`` for all-reduces of bytes, which switches cannot reduce.
         machine: Device string or platform, the key of known machines.
         family: Architecture of the device.
         points: Arguments of the curves.
@@ -74,15 +74,14 @@ def device_rows(*tables: pd.DataFrame) -> Callable[[str], Links]:
     """Make a function from device string to links, from published device tables.
 
     Args:
-        *tables: Frames with a ``device`` column and those of ``Links.from_row``; for a device in
-            more than one, the last one with a link bandwidth counts.
+        *tables: Frames with a ``device`` column and those of ``Links.from_row``; the last row of a
+            device with a link bandwidth wins.
     """
     links: dict[str, Links] = {}
     for table in tables:
         for row in table.to_dict("records"):
             name = str(row["device"])
-            # NaN differs from itself: a row without a link bandwidth does not replace one that may
-            # have it.
+            # NaN differs from itself: a row without a link bandwidth does not replace one with it.
             if name not in links or row.get("link_gbs_unidir") == row.get("link_gbs_unidir"):
                 links[name] = Links.from_row({str(k): v for k, v in row.items()})
 
@@ -111,7 +110,7 @@ def collective_table(frame: pd.DataFrame, find: Callable[[str], Links]) -> Colle
 
     Args:
         frame: ``op``, ``bytes`` (see the module), ``world_size``, and ``device`` or
-            ``platform``; optionally ``devices_per_node`` (default: those of the machine),
+            ``platform``; optionally ``devices_per_node`` (default: that of the machine),
             ``backend`` (default ``torch``: NCCL called from PyTorch, for rows with
             ``source == "vidur"``; otherwise ``nccl``), ``kernel`` (only whether it ends in
             ``_eager``) and ``dtype``.
@@ -133,7 +132,7 @@ def collective_table(frame: pd.DataFrame, find: Callable[[str], Links]) -> Colle
     fabric = np.array([links[m].fabric(int(n), int(k)) for m, n, k in each], dtype=object)
     op = _operations(frame)
     backend = _backends(frame)
-    # Another library under the same name: its curves must not mix with NCCL's.
+    # RCCL under the same name: its curves must not mix with NCCL's.
     amd = np.array([links[m].architecture.startswith("cdna") for m in machine], bool)
     backend[amd & (backend == XLA)] = XLA_AMD
     points = _points(size, world, per_node, op, backend, fabric, [links[m] for m in machine])
@@ -167,7 +166,7 @@ def _machines(frame: pd.DataFrame) -> np.ndarray:
 def _operations(frame: pd.DataFrame) -> np.ndarray:
     op = frame["op"].astype(str).to_numpy(dtype=object)
     if "dtype" in frame:
-        # NVLink switches (NVLS) reduce floating-point types but not bytes, so NCCL runs another
+        # NVLink switches (NVLS) reduce floating-point types but not bytes: NCCL uses another
         # algorithm.
         of_bytes = frame["dtype"].isin(["int8", "uint8", "s8", "u8"]).to_numpy()
         op = np.where((op == "all_reduce") & of_bytes, "all_reduce_int8", op)
@@ -177,7 +176,7 @@ def _operations(frame: pd.DataFrame) -> np.ndarray:
 def _backends(frame: pd.DataFrame) -> np.ndarray:
     default = np.full(len(frame), "nccl", dtype=object)
     if "source" in frame:
-        # Vidur timed torch.distributed, whose calls add the host's part to NCCL's own time.
+        # Vidur timed torch.distributed, whose calls add host time to NCCL's.
         default[frame["source"].eq("vidur").to_numpy()] = "torch"
     if "backend" not in frame:
         return default
@@ -214,19 +213,17 @@ def _points(
     eager = np.array([str(b).endswith("_eager") for b in backend], dtype=float)
     memory = np.array([link.memory for link in links])
     plain_op = np.array([str(name).removesuffix("_int8") for name in op], dtype=object)
-    # Read and written once; a device without described memory bandwidth copies for nothing.
+    # Read and written once; free on a device without a described memory bandwidth.
     copied = 2.0 * size / (COPY_EFFICIENCY * np.where(memory > 0, memory, np.inf)) * 1e6
     return Points(
         size=size,
         world=world,
         steps=steps(world, np.isin(plain_op, RINGS)),
-        # Across nodes the link is a device's share of the network: what matters is how many devices
-        # of a node use it, not how many nodes there are. The factor 2 starts one device at octave
-        # 1.
+        # Across nodes the link is a device's share of the network, which depends on the devices per
+        # node, not on the number of nodes. The factor 2 starts one device at octave 1.
         spread=np.where(fabric == "network", 2.0 * np.minimum(per_node, world), world),
         wire=wire,
-        # While messages are small, a custom all-reduce sends its whole buffer to every other
-        # device.
+        # For small messages, a custom all-reduce sends its whole buffer to every other device.
         wire_low=np.where(custom, (world - 1.0) * size, wire),
         bandwidth=np.array(
             [k.bandwidth(f, int(n)) for k, f, n in zip(links, fabric, world, strict=True)]

@@ -1,4 +1,4 @@
-"""Corrects predictions from published operators by what was measured of kernels under XLA."""
+"""Corrects predictions from published operators by measurements of kernels under XLA."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..core.kernel_table import KernelTable
 from ..core.registry import estimator_class, make_estimator
 from ..estimators.tabular import TabularEstimator
 
-#: From this many rows on boosted trees learn the correction; with fewer they would overfit, so a
-#: ridge regression is used. Engineering estimate; not fitted (docs/gpu.md).
+#: Fewest rows for boosted trees to learn the correction; with fewer they would overfit, so ridge
+#: regression is used. Engineering estimate; not fitted (docs/gpu.md).
 TREES_FROM = 500
-#: Folds behind the intervals: as many as cross-fitting uses elsewhere
+#: Folds for calibrating intervals, as in cross-fitting elsewhere
 #: (:data:`~opcast.models.training_data.crossfit.DEFAULT_FOLDS`).
 FOLDS = 4
 
@@ -26,12 +26,12 @@ FOLDS = 4
 class Correction:
     """Learns ``log(measured / predicted)`` of XLA's kernels from the feature table.
 
-    The estimator gets the published prediction in place of roofline plus floor as its base, so it
-    only has to learn where XLA's kernels differ.
+    The estimator's base is the published prediction instead of roofline plus floor, so that it only
+    has to learn where XLA's kernels differ.
 
     Args:
         estimator: An estimator on the feature table.
-        devices: Devices whose kernels it learned from.
+        devices: Devices of its training kernels.
     """
 
     def __init__(self, estimator: TabularEstimator, devices: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class Correction:
         devices: Sequence[str],
         **params: object,
     ) -> Correction:
-        """Learn from measured kernels, with intervals from held-out groups.
+        """Learn from measured kernels, with intervals calibrated on held-out groups.
 
         Args:
             table: Features of ``n`` kernels.
@@ -62,12 +62,11 @@ class Correction:
             ModelError: A parameter is unknown.
         """
         shifted = replace(table, base_s=predicted_s)
-        # The user's parameters are meant for the trees; the ridge regression would refuse them.
+        # The user's parameters are for the trees; ridge regression would reject them.
         name, own = ("xgboost", params) if len(table) >= TREES_FROM else ("ridge", {})
         made = cast("TabularEstimator", make_estimator(name, **own))
         held, scores = np.full(len(table), np.nan), np.full(len(table), np.nan)
-        # Groups are numbered in the order of their names and dealt out in turn: reproducible
-        # without a seed.
+        # Groups are numbered by name and assigned to folds in turn: reproducible without a seed.
         fold = np.unique(groups, return_inverse=True)[1] % FOLDS
         for number in range(FOLDS):
             test = fold == number
@@ -79,7 +78,7 @@ class Correction:
             held[test] = part.point(shifted.take(test))
             if part.domain is not None:
                 scores[test] = part.domain.score(shifted.take(test))
-        # The estimator that is kept sees all rows; only its intervals come from the folds above.
+        # The final estimator is fitted to all rows; only its intervals come from the folds.
         made.fit_table(shifted, latency_s, groups)
         done = np.isfinite(held)
         if done.any():
@@ -91,17 +90,16 @@ class Correction:
     ) -> KernelPrediction:
         """Correct predictions of kernels on one device.
 
-        On a device without measured kernels the intervals move with the latency but never narrow.
+        On a device without measured kernels, intervals move with the latency but never narrow.
         """
         own = self.estimator.predict_table(replace(table, base_s=prediction.latency))
-        # Kinds without enough measured kernels come back as "roofline": their prediction stays as
-        # it was.
+        # Kinds without enough measured kernels are returned as "roofline" and keep their
+        # prediction.
         known = own.source == "learned"
         latency = np.where(known, own.latency, prediction.latency)
         moved = latency / prediction.latency
         lo, hi = np.where(known, own.lo, prediction.lo), np.where(known, own.hi, prediction.hi)
-        # The errors behind the new ends come from other devices, which prove nothing about this
-        # one's.
+        # The errors behind the new bounds are from other devices and need not hold for this one.
         if device not in self.devices:
             lo, hi = np.minimum(lo, prediction.lo * moved), np.maximum(hi, prediction.hi * moved)
         inside = np.where(known & (device in self.devices), own.in_domain, prediction.in_domain)
@@ -113,7 +111,7 @@ class Correction:
         self.estimator.save(path)
 
     def stored(self) -> dict[str, object]:
-        """What the manifest of the whole estimator has to hold."""
+        """Entries for the manifest of the whole estimator."""
         return {"estimator": self.estimator.name, "devices": list(self.devices)}
 
     @classmethod
@@ -122,7 +120,7 @@ class Correction:
 
         Args:
             path: The estimator's folder.
-            stored: Data of :meth:`stored`.
+            stored: Result of :meth:`stored`.
             schema: Feature schema to expect; ``None`` takes the current one.
 
         Raises:

@@ -56,32 +56,31 @@ from .routes import (
     traffic,
 )
 
-#: Log half-widths added to the intervals of passes: XLA's fusions are not the published kernels
-#: (``FUSED``), and factors for irregular access are engineering estimates (``IRREGULAR``). Both
-#: are engineering estimates, not fitted: the package has no GPU kernels measured under XLA.
+#: Log half-widths added to the intervals of passes, because XLA's fusions differ from the published
+#: kernels (``FUSED``) and factors for irregular access are estimates (``IRREGULAR``). Engineering
+#: estimates, not fitted: the package has no GPU kernels measured under XLA.
 FUSED, IRREGULAR = 0.15, 0.4
 #: Passes of a radix sort over its keys: one for the histograms and one for each of the four 8-bit
 #: digits of a 32-bit key (Adinets and Merrill, Onesweep, arXiv:2206.01784, 2022).
 SORT_PASSES = 5.0
-#: Footprint of 16 GiB beyond which a pass counts as outside the domain of the published rows.
+#: Footprint in bytes (16 GiB) above which a pass is outside the domain of the published rows.
 #: Engineering estimate; not fitted.
 LARGEST = 2.0**34
-#: Source of a kernel that no published row resembles.
+#: Source of predictions for kernels without similar published rows.
 ROOFLINE = "roofline"
 _CORRECTION = "correction"
-#: Kinds of kernels that keep tiles of their operands in the shared memory of a core; custom calls
-#: are attention.
+#: Kinds of kernels that keep operand tiles in a core's shared memory; custom calls are attention.
 TILED = ("gemm", "conv", "custom_call")
 
 
 class GpuEstimator:
-    """Predicts XLA's kernels on GPUs without having been trained on any of them.
+    """Predicts XLA's kernels on GPUs without training on any of them.
 
     Products, convolutions and attention are looked up in published operator models; depthwise
     convolutions follow the loads of direct kernels; fusions, reductions and copies follow a model
-    of memory traffic fitted to published passes; the rest takes the roofline with a wide interval.
-    Nothing is predicted below the roofline. Kernels measured under XLA, if there are any, train a
-    correction on top.
+    of memory traffic fitted to published passes; all other kernels take the roofline with a wide
+    interval. No prediction is below the roofline. Kernels measured under XLA train an optional
+    correction.
 
     Args:
         operators: Folder of the operator model; ``None`` takes the shipped one.
@@ -109,10 +108,10 @@ class GpuEstimator:
 
     @property
     def overheads(self) -> dict[str, Overhead]:
-        """Overheads of programs beyond their kernels, by platform, until programs are measured.
+        """Default program overheads beyond the kernels, by platform.
 
         The published times of graph-replayed kernels include the gap to the next one. XLA records
-        most kernels into CUDA graphs, but not all, so half a gap is expected on top.
+        most kernels into CUDA graphs, but not all, so half a gap is added.
         """
         return {"gpu": Overhead(correlation=self.constants.correlation)}
 
@@ -126,7 +125,7 @@ class GpuEstimator:
         return Operators(self.operators_path)
 
     def fit(self, dataset: Dataset) -> Self:
-        """Learn a correction from kernels measured under XLA; the rest of the model stays.
+        """Learn a correction from kernels measured under XLA; the rest of the model is unchanged.
 
         Raises:
             DatasetError: The dataset has no kernel measured on a GPU.
@@ -145,13 +144,12 @@ class GpuEstimator:
         rows, devices = rows[gpu], devices[gpu]
         from ..training_data.crossfit import predict_entries
 
-        # A second fit must learn from the published prediction, not from an earlier correction of
-        # it.
+        # A second fit must learn from the published prediction, not from an earlier correction.
         plain = self._clone_without_correction()
         entries = data.entry[rows]
         predicted = predict_entries(plain, data, entries).latency
         frame = data.frame.iloc[rows].reset_index(drop=True)
-        # Whole model families are held out, so that the intervals are right for a new program.
+        # Hold out whole model families, so that the intervals apply to a new program.
         groups = np.unique(fold_groups(frame, "unseen_family").astype(str), return_inverse=True)[1]
         table = data.table.take(entries)
         self.correction = Correction.fit(
@@ -161,19 +159,19 @@ class GpuEstimator:
 
     @cached_property
     def _physics(self) -> GpuEstimator:
-        """The same without anything that was learned of operators."""
+        """The same estimator with operators' analytical estimates instead of learned models."""
         other = self._clone_without_correction()
         other.__dict__["operators"] = Estimates(self.operators)
         return other
 
     def _clone_without_correction(self) -> GpuEstimator:
         other = GpuEstimator(self.operators_path, self.constants, **self.settings)
-        # Fills the cached property: the operator model takes seconds to read.
+        # Presets the cached property: reading the operator model takes seconds.
         other.__dict__["operators"] = self.operators
         return other
 
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
-        """Predict every kernel on the device; equal kernels are computed once."""
+        """Predict every kernel on the device; equal kernels are only computed once."""
         unique, index = distinct(kernels)
         if not unique:
             return KernelPrediction.empty(0)
@@ -187,16 +185,16 @@ class GpuEstimator:
         return _guarded(prediction, table, device).take(index)
 
     def _base_of(self, device: DeviceSpec) -> DeviceSpec | None:
-        """The base of a design that was not measured itself; ``None`` for other devices."""
+        """The base of a design without measurements; ``None`` for other devices."""
         measured = self.correction is not None and device.name in self.correction.devices
         return None if measured else base_of(device)
 
     def _on_design(
         self, kernels: Sequence[Kernel], device: DeviceSpec, base: DeviceSpec
     ) -> KernelPrediction:
-        """Predict distinct kernels on a design: those on its base, times the ratio of physics."""
+        """Predict distinct kernels on a design: those on its base, times the physical ratio."""
         found, table = self.predict(kernels, base), kernel_table(kernels, device)
-        # Under one name, so that both go the same routes.
+        # Under the same name, so that both take the same routes.
         there, here = (
             self._physics._predict(kernels, spec, kernel_table(kernels, spec)).latency
             for spec in (base, replace(device, name=base.name))
@@ -221,7 +219,7 @@ class GpuEstimator:
     ) -> KernelPrediction:
         described = describe(kernels, device)
         answer = KernelPrediction.empty(len(kernels))
-        # One call for each route: the operator models are vectorised, and a call has a fixed cost.
+        # One call per route: the operator models are vectorized, and a call has a fixed cost.
         for route in (PRODUCT, CONV, DEPTHWISE, ATTENTION, LIBRARY, PASS, OTHER):
             at = np.flatnonzero(described.route == route)
             if len(at):
@@ -255,11 +253,11 @@ class GpuEstimator:
 
     def _passes(self, row: np.ndarray, device: DeviceSpec) -> KernelPrediction:
         passes = traffic(row)
-        # Two independent errors add in quadrature: one of the fitted passes, and one of XLA's
-        # fusion or of irregular access.
+        # Two independent errors add in quadrature: of the fitted passes, and of XLA's fusion or
+        # irregular access.
         times = pass_seconds(passes, device, self.memory)
         known = device.name in self.memory.device_log
-        # A device without samples takes the widest ends of the devices that were left out in turn.
+        # A device without samples takes the widest bounds over held-out devices.
         ends = self.constants.known if known else self.constants.unseen
         odd = irregular(row)
         extra = np.where(odd, IRREGULAR, FUSED)
@@ -267,8 +265,8 @@ class GpuEstimator:
         low, high = (np.full(len(odd), end) for end in ends)
         both = with_error((low, high), (extra, extra))
         found = KernelPrediction.around(times.total, both, "learned:memory-bound", inside)
-        # Long rows were only seen in whole steps: elsewhere they may stream, and longer ones than
-        # those may take as long for their bytes (docs/gpu.md).
+        # Long rows were only seen in whole steps: elsewhere they may stream, and longer rows may
+        # take as long per byte as those (docs/gpu.md).
         rows = LONG_ROWS * passes.moved * (passes.again > 0)
         stream, whole = (
             pass_seconds(replace(passes, again=again), device, self.memory).total
@@ -299,7 +297,7 @@ class GpuEstimator:
         from ...features.table.columns import INDEX
 
         launch = launch_seconds(device, self.memory)
-        # Library sorts are the one kernel of this route whose traffic is known.
+        # Library sorts are the only kernels of this route with known traffic.
         sorts = row[:, INDEX["sort_length"]] > 1
         streamed = pass_seconds(traffic(row), device, self.memory).memory
         # The description's floor is a launch from the host; kernels of a program are replayed in a
@@ -308,11 +306,11 @@ class GpuEstimator:
         return unknown(np.maximum(latency, launch))
 
     def routes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
-        """Describe, one sentence a kernel, the published operator it is predicted from."""
+        """Describe the published operator that each kernel is predicted from, in one sentence."""
         return route_notes(kernels, device, self.memory)
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-        """Limits of the predictions on a device, for the user; none once it was measured there."""
+        """Limitations of the predictions on a device; none once it was measured."""
         if self.correction is not None and device.name in self.correction.devices:
             return ()
         base = self._base_of(device)
@@ -326,13 +324,12 @@ class GpuEstimator:
         return frozenset(self.operators.devices) | frozenset(self.memory.device_log)
 
     def save(self, path: Path) -> None:
-        """Write the model folder; the operator model is referred to by path, not copied."""
+        """Write the model folder; it refers to the operator model by path."""
         files: dict[str, bytes] = {}
         if self.correction is not None:
             correction = self.correction
             files = contents_of(lambda root: correction.save(root / _CORRECTION))
-        # ``None`` stands for the shipped model, so that the folder works wherever the package is
-        # installed.
+        # ``None`` stands for the shipped model, so that the folder works with any installation.
         shipped = self.operators_path.resolve() == SHIPPED
         write_folder(
             Path(path),
@@ -353,10 +350,10 @@ class GpuEstimator:
 
         Args:
             path: The folder.
-            schema: Feature schema to expect of a correction; ``None`` takes today's.
+            schema: Feature schema to expect of a correction; ``None`` takes the current one.
 
         Raises:
-            ModelError: The folder is missing, damaged or of another estimator.
+            ModelError: The folder is missing, damaged or has another estimator.
         """
         path = Path(path)
         manifest = read_manifest(path)
@@ -377,9 +374,9 @@ class GpuEstimator:
 
 
 def unknown(latency: np.ndarray) -> KernelPrediction:
-    """Roofline answers, whose intervals reach from a quarter of the latency to sixteen times it.
+    """Roofline predictions with an interval from a quarter of the latency to sixteen times it.
 
-    A roofline is a lower bound, so the interval is twice as far upwards (docs/gpu.md).
+    A roofline is a lower bound, so the interval is twice as wide upwards (docs/gpu.md).
 
     Args:
         latency: Roofline plus launch in seconds, shape ``(n,)``.
@@ -390,9 +387,8 @@ def unknown(latency: np.ndarray) -> KernelPrediction:
 def _guarded(
     prediction: KernelPrediction, table: KernelTable, device: DeviceSpec
 ) -> KernelPrediction:
-    """Raise latencies to the roofline with its caches; let each interval contain its latency."""
-    # Without the floor: a kernel replayed from a graph may well take less than a launch from the
-    # host.
+    """Raise latencies to the roofline with caches; make each interval contain its latency."""
+    # Without the floor: a graph-replayed kernel may take less than a launch from the host.
     least = table.base_s - device.floor
     latency = np.maximum(prediction.latency, least)
     lo = np.clip(prediction.lo, np.minimum(least, latency), latency)

@@ -1,15 +1,15 @@
-"""Time of factorisations and Fourier transforms of GPU libraries.
+"""Time of factorizations and Fourier transforms of GPU libraries.
 
-Factorisations go through their columns one after the other, each in a few small kernels:
+Factorizations process their columns sequentially, each in a few small kernels:
 
     steps = matrices^batch · sweeps · columns
     time = launch + steps · (step + passes · bytes / bandwidth) + FLOPs / peak
 
-Where a library takes all matrices of a batch at once, each is one core's, in rounds of those that
-the cores hold, with a core's share of the bandwidth.
+If a library processes all matrices of a batch at once, each takes one core with its share of the
+bandwidth, in rounds of as many matrices as the cores hold.
 
-A Fourier transform is a few passes over memory. No pack holds such calls; the constants stand with
-the published times that they were set to in ``library_calls.yaml``.
+A Fourier transform is a few passes over memory. No data pack has these calls; the constants are in
+``library_calls.yaml``, with the published times that they were set to.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .memory_passes import (
 
 @dataclass(frozen=True)
 class Transforms:
-    """How Fourier transforms go over memory; see ``library_calls.yaml``."""
+    """Passes of Fourier transforms over memory; see ``library_calls.yaml``."""
 
     points_log2: float
     prime: int
@@ -52,14 +52,14 @@ class Transforms:
 
 @dataclass(frozen=True)
 class Together:
-    """How a routine goes through all matrices of a batch at once; see ``library_calls.yaml``."""
+    """Parameters of a routine that processes a batch at once; see ``library_calls.yaml``."""
 
     step_us: float
     passes: float
     square: bool = False
 
     def takes(self, call: Call, side: int) -> bool:
-        """Whether the library has all matrices of a call done at once.
+        """Whether the library processes all matrices of a call at once.
 
         Args:
             call: The matrices.
@@ -71,7 +71,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Routine:
-    """How a routine goes through a matrix; see ``library_calls.yaml``."""
+    """Parameters of a routine on a single matrix; see ``library_calls.yaml``."""
 
     routines: tuple[str, ...]
     step_us: float
@@ -88,13 +88,13 @@ class Routine:
         Args:
             call: The matrices.
             device: Device that it runs on.
-            clock: Hertz at which the steps were measured.
-            slow: Factor of the device's launches on those of NVIDIA's.
+            clock: Clock in Hz at which the steps were measured.
+            slow: Ratio of the device's launch time to NVIDIA's.
         """
         scale = 1e-6 * clock / (device.clock_hz or CLOCK) * slow
         rules, cores = _tables().at_once, max(device.core_count, 1)
         if self.together is not None and self.together.takes(call, rules["side"]):
-            # A core moves the bytes of its matrix alone, however few matrices there are.
+            # A core only moves the bytes of its own matrix, however few matrices there are.
             moved = self.together.passes * max(call.matrices, cores) * call.bytes
             rounds = max(call.matrices / (cores * rules["blocks"]), 1.0)
             steps, step = call.columns, rounds * self.together.step_us * scale
@@ -109,14 +109,14 @@ class Routine:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a library call works on.
+    """Sizes of a library call.
 
     Attributes:
         routine: Index of its entry; -1 for a Fourier transform.
         matrices: Number of matrices or transforms.
-        columns: Smaller side of a matrix; for a transform its passes over memory.
+        columns: Smaller side of a matrix; for a transform the number of passes over memory.
         rows: Larger side of a matrix.
-        bytes: Bytes of one matrix; of a transform those that a pass reads and writes.
+        bytes: Bytes of one matrix; for a transform the bytes read and written by a pass.
         flops: FLOPs of the call.
         dtype: Element type.
     """
@@ -131,7 +131,7 @@ class Call:
 
 
 class _Tables(NamedTuple):
-    """What ``library_calls.yaml`` holds; the clock in hertz."""
+    """Contents of ``library_calls.yaml``; the clock in Hz."""
 
     entries: tuple[Routine, ...]
     transforms: Transforms
@@ -153,7 +153,7 @@ def _routine(entry: JsonMapping) -> Routine:
 
 
 def call_of(kernel: Kernel) -> Call | None:
-    """Describe a factorisation, solve or Fourier transform; ``None`` for other kernels."""
+    """Describe a factorization, solve or Fourier transform; ``None`` for other kernels."""
     op, entry = kernel.op, kernel.body.entry_computation.ops
     operands = [entry[i].results[0] for i in op.operands if entry[i].results]
     if kernel.kind != "custom_call" or not operands:
@@ -200,7 +200,7 @@ def library_answer(
         least: Seconds of their rooflines, shape ``(n,)``.
         device: Device that they run on.
         params: Constants of passes over memory.
-        source: What the predictions are named to come from.
+        source: Source of the predictions.
     """
     entries, transforms, _, clock = _tables()
     launch = launch_seconds(device, params)
@@ -223,7 +223,7 @@ def library_answer(
 
 
 def call_notes(kernels: Mapping[int, Call]) -> tuple[str, ...]:
-    """A note that factorisations rest on single published times; none without any."""
+    """A note that factorizations rest on single published times; none without any."""
     if not any(call.routine >= 0 for call in kernels.values()):
         return ()
     return (

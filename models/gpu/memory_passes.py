@@ -25,26 +25,26 @@ SPILL = 0.5
 #: Power of the soft maximum of overlapping times: equal times give 2^(1/4) = 1.19 of either, since
 #: memory and arithmetic of one kernel do not overlap perfectly. Engineering estimate; not fitted.
 POWER = 4.0
-#: Clock in Hz of a device whose file gives none; data-centre GPUs boost to 1.4 to 2 GHz.
-#: Engineering estimate; it scales nothing but the launch.
+#: Default clock in Hz; data-centre GPUs boost to 1.4 to 2 GHz. Engineering estimate; it only scales
+#: the launch.
 CLOCK = 1.5e9
 
-#: Bytes that an element of a reduction over the slow dimension costs on top of those moved: each
-#: thread loads one element at a time, so few bytes are in flight. Batch-norm statistics of 16-bit
-#: arrays take 1.9 times (A100) a stream's time in the forward pass, which reads one array, and 1.5
-#: times in the backward pass, which reads two (published-regions pack; left out, the H100's: 2.4
-#: and 1.5).
+#: Extra bytes per element of a reduction over the slow dimension: each thread loads one element at
+#: a time, so few bytes are in flight. Batch-norm statistics of 16-bit arrays take 1.9 times (A100)
+#: the time of a stream in the forward pass, which reads one array, and 1.5 times in the backward
+#: pass, which reads two (published-regions pack; on the held-out H100: 2.4 and 1.5).
 COLUMN_BYTES = 2.0
-#: Loads that a core starts in a clock: lanes of the load units of a multiprocessor of NVIDIA's
-#: (CUDA C++ Programming Guide and white papers, Volta to Hopper), and of a compute unit of AMD's,
-#: whose L1 answers 16 lanes, 64 bytes, a clock (CDNA 2 white paper).
+#: Loads that a core starts per clock: load lanes of an NVIDIA multiprocessor (CUDA C++ Programming
+#: Guide and white papers, Volta to Hopper), and of an AMD compute unit, whose L1 serves 16 lanes,
+#: 64 bytes, per clock (CDNA 2 white paper).
 LOAD_LANES, LOAD_LANES_ELSEWHERE = 32.0, 16.0
-#: Loads of a product. MIOpen's filter gradients reach 2.3 to 4.9 products a clock of a compute unit
-#: where the other directions reach 6 to 9 (published-kernels pack, MI60 to MI250X), so that their
-#: two loads count double.
+#: Loads per multiplication. MIOpen's filter gradients reach 2.3 to 4.9 multiplications per clock
+#: and compute unit where the other directions reach 6 to 9 (published-kernels pack, MI60 to
+#: MI250X), so that their two loads count double.
 LOADS, FILTER_LOADS = 2.0, 4.0
-#: Log distances of the ends of the 90 % interval. On those four chips, measured times are 0.8 (5 %)
-#: to 3.1 (85 %) times the estimate; where a library lacks a kernel for a size, ten times.
+#: Log half-widths of the 90 % interval of depthwise convolutions. On those four chips, measured
+#: times are 0.8 (5 %) to 3.1 (85 %) times the estimate; ten times where a library lacks a kernel
+#: for a size.
 LOWER, UPPER = float(np.log(1.6)), float(np.log(4.0))
 
 
@@ -54,9 +54,9 @@ class Traffic:
 
     Attributes:
         moved: Bytes read and written.
-        again: Bytes that later steps of the kernel read again, where the cache has lost them.
+        again: Bytes that later steps of the kernel read again if the cache has evicted them.
         work: Vector operations.
-        penalty: Factor on the time of memory: 1 for streams, more for transposes and the like.
+        penalty: Factor on memory time: 1 for streams, more for transposes etc.
     """
 
     moved: np.ndarray
@@ -81,12 +81,12 @@ class MemoryParams:
     docs/gpu.md.
 
     Attributes:
-        hbm: Share of the data-sheet bandwidth that long streams reach.
-        cache: Share of the described cache bandwidth.
+        hbm: Fraction of the data-sheet bandwidth that long streams reach.
+        cache: Fraction of the described cache bandwidth.
         edge: Footprint over cache capacity at which half of it still hits.
-        launch_cycles: Cycles of a kernel without work, from one graph-replayed kernel to the next.
-        vector: Vector instructions for a unit of work.
-        device_log: Log factor on the time of main memory by device; 0 for others.
+        launch_cycles: Cycles of an empty kernel, from one graph-replayed kernel to the next.
+        vector: Vector instructions per unit of work.
+        device_log: Log factor on main memory time by device; 0 for others.
     """
 
     hbm: float = 0.85
@@ -112,7 +112,7 @@ class PassTimes:
 
 
 def soft_maximum(*limits: np.ndarray) -> np.ndarray:
-    """``(Σ tᵖ)^(1/p)``: time of activities that overlap but compete, monotone in each of them."""
+    """``(Σ tᵖ)^(1/p)``: time of overlapping but competing activities, monotone in each."""
     return np.asarray(sum(limit**POWER for limit in limits) ** (1 / POWER))
 
 
@@ -125,19 +125,18 @@ def launch_seconds(device: DeviceSpec, params: MemoryParams) -> float:
 
 
 def launch_factor(device: DeviceSpec) -> float:
-    """How many times longer than on NVIDIA's chips a device's launches are, at least 1."""
-    # The rows that determine the fitted cycles are all of NVIDIA's chips. Elsewhere the launch is
-    # longer in proportion to the described floor over 2 µs, never shorter (engineering estimate);
-    # an unnamed vendor counts as NVIDIA.
+    """Ratio of a device's launch time to that of NVIDIA's chips, at least 1."""
+    # All rows behind the fitted cycles are of NVIDIA's chips. On others, the launch is scaled by
+    # the described floor over 2 µs (engineering estimate); an unnamed vendor counts as NVIDIA.
     return 1.0 if device.runs_cuda else max(device.floor / 2e-6, 1.0)
 
 
 def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> PassTimes:
     """Time of passes over memory on a device.
 
-    ``memory = penalty · moved / bandwidth(footprint)``, where the bandwidth goes over from the
+    ``memory = penalty · moved / bandwidth(footprint)``, where the bandwidth changes from the
     cache's to main memory's as the footprint outgrows the cache; ``vector = work / vector rate``.
-    Every term grows with the size of a tensor. The number of thread blocks plays no part: a limit
+    Every term grows with the size of a tensor. The number of thread blocks does not matter: a limit
     on the bandwidth of one core was tried, and the fit drove it to zero.
 
     Args:
@@ -146,7 +145,7 @@ def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> 
         params: Fitted constants.
     """
     main = np.exp(params.device_log.get(device.name, 0.0)) / (device.bandwidth * params.hbm)
-    # A cache slower than main memory is an artefact of a rough description: it would make small
+    # A cache slower than main memory is an artefact of a rough description, and would make small
     # kernels slower than large ones.
     cache = min(1.0 / (device.levels[0].bandwidth * params.cache), float(main))
     # The guards (one byte moved, a cache of one byte) keep the logarithm finite for empty kernels
@@ -156,7 +155,7 @@ def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> 
     outside = np.clip(np.log2(footprint) / (2 * SPILL) + 0.5, 0.0, 1.0)
     moved = traffic.moved + traffic.again * outside
     stream = moved * (cache + outside * (main - cache))
-    # Work counts at the f32 rate whatever the type; ``routes.traffic`` doubles it for 64 bits.
+    # Work counts at the f32 rate for any type; ``routes.traffic`` doubles it for 64 bits.
     vector = params.vector * traffic.work / device.vector_peak("f32")
     launch = np.full(len(traffic), launch_seconds(device, params))
     return PassTimes(launch, traffic.penalty * stream, vector)
@@ -172,24 +171,24 @@ def depthwise_seconds(
 ) -> np.ndarray:
     """Time of depthwise convolutions without their launch, seconds, shape ``(n,)``.
 
-    They run by direct kernels, in which each output multiplies its own window:
+    They run as direct kernels, in which each output multiplies its own window:
 
-        time = launch + softmax(moved / bandwidth, loads / loads that cores start in a second)
+        time = launch + softmax(moved / bandwidth, loads / load rate of the cores)
 
-    Such a convolution is no product of matrices, so it runs on the vector units, which wait for
-    loads: a product of forward passes and input gradients loads an element and a weight from L1,
-    one of filter gradients two elements at positions of their own.
+    This is no matrix product, so it runs on the vector units, limited by loads: a multiplication
+    of forward passes and input gradients loads an element and a weight from L1, one of filter
+    gradients two elements at unrelated positions.
 
     Args:
         moved: Bytes of the tensors read and written, shape ``(n,)``.
-        elements: Elements of them, shape ``(n,)``.
-        multiplied: Products: outputs of the forward pass times taps, shape ``(n,)``.
-        filters: Whether the gradient of a filter is computed, bool, shape ``(n,)``.
+        elements: Their elements, shape ``(n,)``.
+        multiplied: Multiplications: outputs of the forward pass times taps, shape ``(n,)``.
+        filters: Mask of filter gradients, shape ``(n,)``.
         device: Device they run on.
         params: Constants of passes over memory.
     """
-    # A thread reads one element at a time, as column reductions do; gradients of filters read
-    # along rows.
+    # A thread reads one element at a time, like column reductions; filter gradients read along
+    # rows.
     zero = np.zeros(len(moved))
     extra = np.where(filters, 0.0, COLUMN_BYTES * elements)
     passes = Traffic(moved + extra, zero, zero, np.ones(len(moved)))
@@ -199,11 +198,11 @@ def depthwise_seconds(
 
 
 def _load_rate(device: DeviceSpec) -> float:
-    """Loads of all cores in a second."""
+    """Loads of all cores per second."""
     lanes = LOAD_LANES if device.runs_cuda else LOAD_LANES_ELSEWHERE
     if device.core_count <= 1:
-        # The description gives no cores. A core has four times as many lanes that multiply and
-        # add as lanes that load (64 to 16 on CDNA, 128 to 32 on Hopper).
+        # The description has no cores. A core has four times as many multiply-add lanes as load
+        # lanes (64 and 16 on CDNA, 128 and 32 on Hopper).
         return device.vector_peak("f32") / 8.0
     return lanes * device.core_count * (device.clock_hz or CLOCK)
 
@@ -219,8 +218,8 @@ class Constants:
 
     Attributes:
         memory: Constants of the times.
-        known: Interval ends of the log-ratio of measured to predicted on fitted devices.
-        unseen: The same on devices left out of the fit.
+        known: Interval bounds of the log-ratio of measured to predicted on fitted devices.
+        unseen: The same on devices held out of the fit.
         correlation: Correlation of the log errors of two kernels of a program.
     """
 
@@ -230,7 +229,7 @@ class Constants:
     correlation: float = 1.0
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for a manifest."""
+        """Convert to plain data for a manifest."""
         ends = {"known_log": list(self.known), "unseen_log": list(self.unseen)}
         return {"memory": asdict(self.memory), **ends, "correlation": self.correlation}
 

@@ -1,4 +1,4 @@
-"""Fits the constants of passes over memory to published rows, judged on left-out devices."""
+"""Fits the constants of passes over memory to published rows, evaluated on held-out devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..trust.calibrator import Ends, ends, widest
 from .estimator import GpuEstimator
 from .memory_passes import Constants, MemoryParams, Traffic, pass_seconds
 
-#: Published families made of streaming kernels.
+#: Published families of streaming kernels.
 FAMILIES = (
     "eager/elementwise",
     "eager/softmax",
@@ -29,48 +29,45 @@ FAMILIES = (
     "graph/quantize",
 )
 #: Ops of ``kernel/elementwise`` that are plain streams. The others (embedding, rope, silu_and_mul)
-#: are kernels of one framework's version at a fifth to a half of the bandwidth (measured in the
-#: published-latency pack): what they show is that code, not the memory.
+#: are kernels of one framework version at a fifth to a half of the bandwidth (measured in the
+#: published-latency pack), which reflects their code rather than the memory.
 KERNEL_OPS = ("add", "gelu")
-#: Frameworks whose quantisation streams. SGLang's runs at a tenth of the bandwidth
+#: Frameworks whose quantization streams. SGLang's runs at a tenth of the bandwidth
 #: (published-tensor-core pack).
 QUANTISERS = ("trtllm", "vllm")
-#: Kernel-timed rows (Vidur's) have a resolution of 1 µs, which from here on is at most an eighth of
-#: the label; shorter rows are left out.
+#: Shortest kernel-timed rows (Vidur's): their resolution of 1 µs is at most an eighth of the label.
 LEAST_KERNEL_US = 8.0
-#: Most rows of a device and family in the fit, so that large tables do not outweigh small ones.
-#: Enough for five constants; more only costs time.
+#: Most rows of a device and family in the fit, so that large tables do not dominate. Enough for
+#: five constants; more only costs time.
 PER_GROUP = 700
-#: Rows whose launch, as fitted, is less than this share count as bound by memory. Only those are
-#: judged.
+#: Largest share of the fitted launch in rows that count as memory-bound. Only those are evaluated.
 LAUNCH_SHARE = 0.5
-#: Weight of the prior that pulls the log factors of devices and host launches towards 0, relative
-#: to a device's residuals together. Engineering estimate: it keeps the factors from absorbing what
-#: the shared constants should explain.
+#: Weight of the prior that shrinks the log factors of devices and host launches towards 0, relative
+#: to all residuals of a device. Engineering estimate: it keeps the factors from absorbing effects
+#: of the shared constants.
 PRIOR = 0.15
-#: Start of the fit: usual shares of a data sheet's bandwidths, and a launch of 1.5 to 2 µs.
+#: Start of the fit: usual fractions of a data sheet's bandwidths, and a launch of 1.5 to 2 µs.
 _START = {"hbm": 0.85, "cache": 0.7, "edge": 0.7, "launch_cycles": 2600.0, "vector": 1.0}
-#: Step of finite differences, in logarithms: the root of the precision of 64 bits.
+#: Step of finite differences, in logarithms: the square root of double precision.
 _STEP = 1.5e-8
-#: Largest factor between a constant and its start; wider bounds let constants drift that the rows
-#: do not determine.
+#: Largest factor between a constant and its start; wider bounds let undetermined constants drift.
 _REACH = 4.0
-#: Start of the fit for the host launch of one eagerly timed call, seconds; refitted for each host.
-#: The eager tables include 26 to 47 µs of it by op (docs/operators.md).
+#: Start of the fit for the host launch of one eagerly timed call, seconds; refitted per host. The
+#: eager tables include 26 to 47 µs of it by op (docs/operators.md).
 _EAGER_S = {"eager/elementwise": 26e-6, "eager/softmax": 33e-6, "eager/ln": 47e-6}
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Fitted constants, with their errors on devices left out in turn.
+    """Fitted constants, with their errors on devices held out in turn.
 
     Attributes:
         params: Constants, with the factors of the fitted devices.
-        left_out: Interval ends of the log-ratio for devices without samples.
-        known: Interval ends for those with samples.
-        errors: By device, ``median`` and mean (``mape``) absolute relative error when it was left
-            out, and the number of ``rows``: only rows whose launch is less than half count.
-        correlation: Share of the variance of log errors that all rows of a device have in common.
+        left_out: Interval bounds of the log-ratio for devices without samples.
+        known: Interval bounds for devices with samples.
+        errors: By device, ``median`` and mean (``mape``) absolute relative error when held out, and
+            the number of ``rows``: only rows whose launch is less than half count.
+        correlation: Intraclass correlation of the log errors by device.
     """
 
     params: MemoryParams
@@ -81,7 +78,7 @@ class MemoryFit:
 
 
 def suitable(rows: pd.DataFrame) -> np.ndarray:
-    """Published rows that the constants can be fitted to, bool, shape ``(n,)``."""
+    """Mask of published rows that the constants can be fitted to, shape ``(n,)``."""
     key, us = rows["key"], rows["latency_us"]
     backend = rows["backend"] if "backend" in rows else pd.Series("", index=rows.index)
     plain = key.isin(["eager/elementwise", "eager/softmax", "eager/ln"])
@@ -104,19 +101,19 @@ def traffic_of_rows(rows: pd.DataFrame) -> Traffic:
     softmax, norm = ((rows["op"] == name).to_numpy() for name in ("softmax", "ln"))
     wide = (rows["cols"] > IN_REGISTERS).to_numpy()
     again = size * width * (2.0 * (softmax & wide) + norm)
-    # Four vector instructions an element unless the op is listed, as the operators' physics has it
+    # Four vector instructions per element unless the op is listed, as in the operators' physics
     # (features/operators/pointwise.py); the fitted ``vector`` scales all counts alike.
     work = rows["op"].map(WORK).fillna(4.0).to_numpy(np.float64)
-    # Quantisation reads two bytes (bf16) and writes one (fp8) an element.
+    # Quantization reads two bytes (bf16) and writes one (fp8) per element.
     moved = np.where(quantised, 3.0, (inputs + 1) * width) * size
     return Traffic(moved, again, work * size, np.ones(len(rows)))
 
 
 def fit_memory(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], seed: int = 0) -> MemoryFit:
-    """Fit the constants, then leave out one chip after the other for errors and intervals.
+    """Fit the constants, then hold out one chip after the other for errors and intervals.
 
     Args:
-        rows: Published rows, as :func:`~opcast.models.operators.rows_of_dataset` gives them.
+        rows: Published rows, as of :func:`~opcast.models.operators.rows_of_dataset`.
         devices: Descriptions by name.
         seed: Seed of the draw of rows.
 
@@ -130,34 +127,33 @@ def fit_memory(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], seed: int 
     params, launches = _fit(drawn, devices)
     inside, errors, scores = _scores(drawn, devices, params, launches), {}, {}
     names = sorted(set(drawn["device"]))
-    # Devices with the same chip go together: a twin left in would make the chip known.
+    # Devices with the same chip are held out together: a twin would make the chip known.
     for group in twins(names, {name: chip_of(devices[name]) for name in names}):
         own = drawn["device"].isin(group).to_numpy()
         other, _ = _fit(drawn[~own], devices)
-        # Host launches come from the fit to all rows: they belong to the machine of the benchmark,
-        # and what is judged is the device.
+        # Host launches come from the fit to all rows: they belong to the benchmark's machine rather
+        # than the device under test.
         own_scores = _scores(drawn[own], devices, other, launches)
         scores["+".join(group)] = own_scores
-        # A score is log(measured / predicted), so this is the error relative to the measured time.
+        # A score is log(measured / predicted): this is the error relative to the measured time.
         ape = np.abs(np.exp(-own_scores) - 1)
         errors["+".join(group)] = {
             "median": float(np.median(ape)),
             "mape": float(ape.mean()),
             "rows": float(len(ape)),
         }
-    # The outermost ends count because a new device is one more draw of a device, and few have been
-    # drawn.
+    # The outermost bounds, because a new device is another draw of a device, and few were drawn.
     left_out = widest(scores.values()) or Constants.unseen
     return MemoryFit(params, left_out, ends(inside), errors, shared_variance(list(scores.values())))
 
 
 def shared_variance(scores: Sequence[np.ndarray]) -> float:
-    """Share of the variance of log errors that lies between devices, 0 to 1.
+    """Share of the variance of log errors between devices, 0 to 1.
 
     This is the intraclass correlation of two passes on one device; 1 if there is no variance.
 
     Args:
-        scores: Log errors of each left-out device.
+        scores: Log errors of each held-out device.
     """
     within = float(np.mean([s.var() for s in scores]))
     between = float(np.mean([s.mean() ** 2 for s in scores]))
@@ -165,8 +161,7 @@ def shared_variance(scores: Sequence[np.ndarray]) -> float:
 
 
 def _draw(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
-    # Sorted groups and a fixed seed, so that the same rows are drawn whatever the order of the
-    # table.
+    # Sorted groups and a fixed seed make the draw independent of the order of the table.
     parts = [
         part.sample(min(len(part), PER_GROUP), random_state=seed)
         for _, part in rows.groupby(["device", "key"], sort=True)
@@ -175,7 +170,7 @@ def _draw(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 
 def _launch_keys(rows: pd.DataFrame) -> pd.Series:
-    """Name of the host launch within each row (device and family); empty unless timed eagerly."""
+    """Key of the host launch in each row (device and family); empty unless timed eagerly."""
     eager = rows["key"].str.startswith("eager/")
     return (rows["device"] + " " + rows["key"]).where(eager, "")
 
@@ -183,7 +178,7 @@ def _launch_keys(rows: pd.DataFrame) -> pd.Series:
 def _fit(
     rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
 ) -> tuple[MemoryParams, dict[str, float]]:
-    """Robust least squares of log-ratios, every device counting the same.
+    """Robust least squares of log-ratios with equal weight per device.
 
     Returns:
         The constants, and the host launch in seconds by :func:`_launch_keys`.
@@ -193,17 +188,17 @@ def _fit(
     names = sorted(set(rows["device"]))
     keys = sorted(set(_launch_keys(rows)) - {""})
     traffic = traffic_of_rows(rows)
-    # Natural logarithm of seconds, as the predictions are.
+    # Natural logarithm of seconds, like the predictions.
     log_us = np.log(rows["latency_us"].to_numpy(np.float64) * 1e-6)
     device = rows["device"].to_numpy()
-    # The squares of a device's residuals add up to its mean, whatever the number of its rows.
+    # The squared weights of a device sum to 1, whatever the number of its rows.
     weight = 1 / np.sqrt(rows.groupby("device")["device"].transform("size").to_numpy(np.float64))
     number = {key: i for i, key in enumerate(keys)}
     launch_code = _launch_keys(rows).map(number).fillna(-1).to_numpy(np.int64)
     first = np.array([_EAGER_S[k.split(" ")[1]] for k in keys])
 
     def unpack(x: np.ndarray) -> tuple[MemoryParams, np.ndarray]:
-        # All unknowns are logarithms of factors on their start: positive, and of like scale.
+        # All unknowns are logarithms of factors on their start: positive, and of similar scale.
         plain = {n: v * float(np.exp(x[i])) for i, (n, v) in enumerate(_START.items())}
         offsets = dict(zip(names, x[len(_START) : len(_START) + len(names)].tolist(), strict=True))
         launches = first * np.exp(x[len(_START) + len(names) :])
@@ -211,18 +206,18 @@ def _fit(
 
     def residual(x: np.ndarray) -> np.ndarray:
         params, launches = unpack(x)
-        # The last one is of rows that were not timed eagerly.
+        # The last entry is for rows that were not timed eagerly.
         host = np.append(launches, 0.0)[launch_code]
         predicted, _ = _seconds(device, traffic, devices, params, host)
-        # Only factors of single devices and hosts are pulled; the shared constants are free within
-        # bounds.
+        # Only factors of single devices and hosts are shrunk; the shared constants are only
+        # bounded.
         prior = PRIOR * x[len(_START) :]
         return np.concatenate([weight * (log_us - np.log(predicted)), prior])
 
     shared, own = len(_START), len(_START) + len(names)
     size = own + len(keys)
-    # Unknowns that move the same rows: each shared constant all, and of the factors of devices and
-    # of the hosts' launches each those of its own, so that all of a kind are moved at once.
+    # Unknowns by the rows they affect: each shared constant affects all rows; the factors of
+    # devices and of host launches affect disjoint rows, so that all of a kind can be moved at once.
     kinds = [*([i] for i in range(shared)), range(shared, own), range(own, size)]
     codes = [None] * shared + [np.unique(device, return_inverse=True)[1], launch_code]
 
@@ -238,8 +233,8 @@ def _fit(
         return found
 
     reach = np.log(_REACH)
-    # soft_l1 turns linear at a weighted residual of 0.02, in a table of 700 rows an error of half a
-    # log unit: single faulty rows must not bend the constants.
+    # soft_l1 becomes linear at a weighted residual of 0.02, in a table of 700 rows an error of half
+    # a log unit, so that single faulty rows do not distort the constants.
     solution = least_squares(
         residual, np.zeros(size), jacobian, (-reach, reach),
         loss="soft_l1", f_scale=0.02, max_nfev=60,
@@ -257,8 +252,8 @@ def _seconds(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of rows, and of the launch in each, shape ``(n,)``.
 
-    Rows timed eagerly have the launch of the ``host`` (0 for others) instead of the device's, not
-    on top of it: the host is slower, so the device waits for it.
+    Rows timed eagerly take the ``host`` launch (0 for others) instead of the device's: the host is
+    slower, so the device waits for it.
     """
     predicted, launch = np.empty(len(device)), np.empty(len(device))
     for name in sorted(set(device)):
@@ -277,7 +272,7 @@ def _scores(
 ) -> np.ndarray:
     """Log-ratios of measured to predicted times, of rows that are not mostly launch.
 
-    A row that is mostly launch does not depend on the device, so it is not judged.
+    The time of launch-bound rows does not depend on the device, so they are not evaluated.
     """
     host = _launch_keys(rows).map(launches).fillna(0.0).to_numpy(np.float64)
     traffic = traffic_of_rows(rows)
@@ -288,18 +283,18 @@ def _scores(
 
 
 #: Least correlation of kernel errors in a program. 0.21 was measured between passes of a device,
-#: but kernels of one route share what that route gets wrong (docs/gpu.md). Engineering estimate.
+#: but kernels of one route share its errors (docs/gpu.md). Engineering estimate.
 LEAST_CORRELATION = 0.5
 
 
 def pass_rows(dataset: Dataset) -> tuple[pd.DataFrame, str]:
-    """Rows of a published dataset that pass over memory, and the digest of their samples.
+    """Rows of a published dataset that are passes over memory, and the digest of their samples.
 
     Raises:
         DatasetError: The dataset has no such row.
     """
     names = sorted({family.split("/")[1] for family in FAMILIES})
-    # A search in the text first: parsing millions of kernels only to drop most of them is slow.
+    # Search the text first: parsing millions of kernels only to drop most of them is slow.
     mark = '"family":"(?:' + "|".join(names) + ')"'
     some = dataset.frame["kernel_ir"].str.contains(mark, regex=True)
     part = dataset.select(some.to_numpy())
@@ -312,7 +307,7 @@ def build_gpu_model(
     """Fit the constants of passes and assemble the cost model.
 
     Args:
-        rows: Published rows, as :func:`pass_rows` gives them.
+        rows: Published rows, from :func:`pass_rows`.
         devices: Descriptions by name.
         info: Further entries of the manifest.
         seed: Seed of the draw of rows.

@@ -1,4 +1,4 @@
-"""Loads published operator families on first use, poses queries to them, and widens answers."""
+"""Loads published operator families on first use, queries them, and widens their intervals."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from ..operators.family import FamilyModel
 from ..operators.prediction import FamilyPrediction
 from ..trust.calibrator import with_error
 
-#: The operator model that comes with the package.
+#: Folder of the shipped operator model.
 SHIPPED = PRETRAINED / OPERATOR_MODEL
-#: Factor on bandwidths that takes memory out of the physics: large enough for any traffic to take
-#: no time, small enough to stay finite in 64 bits.
+#: Factor on bandwidths that removes memory from the physics: large enough to make traffic free,
+#: small enough to stay finite in 64 bits.
 ENDLESS = 1e9
 
 
 class Operators:
-    """Latencies of published operators, family by family.
+    """Latencies of published operators, loaded family by family.
 
-    A whole operator model takes seconds to read; a program needs two or three of its families.
+    Reading a whole operator model takes seconds; a program needs two or three of its families.
 
     Args:
         path: Folder of an operator model.
 
     Raises:
-        ModelError: The folder holds no operator model.
+        ModelError: The folder has no operator model.
     """
 
     def __init__(self, path: Path = SHIPPED) -> None:
@@ -51,14 +51,14 @@ class Operators:
 
     @property
     def families(self) -> frozenset[str]:
-        """Keys of the families that the model has."""
+        """Keys of the model's families."""
         return frozenset(self._stored)
 
     def family(self, key: str) -> FamilyModel:
         """A family's model.
 
         Raises:
-            ModelError: The operator model does not have it, or its folder is damaged.
+            ModelError: The operator model lacks it, or its folder is damaged.
         """
         if key not in self._loaded:
             if key not in self._stored:
@@ -80,20 +80,20 @@ class Operators:
         return bool(scope[0] in ("known", "sibling"))
 
     def knows_architecture(self, key: str, device: DeviceSpec) -> bool:
-        """Whether a family was fitted to a device of the same architecture, of whatever size."""
+        """Whether a family was fitted to any device of the same architecture."""
         chips = self.family(key).known_devices.chips.values() if key in self.families else ()
         return any(device.architecture == architecture for architecture, *_ in chips)
 
     def knows(self, key: str, device: str) -> bool:
-        """Whether the model has a family and was fitted to its rows of a device."""
+        """Whether the model has a family that was fitted to a device."""
         return key in self.families and device in self._stored[key]["devices"]
 
 
 class Estimates(Operators):
-    """The same families by their analytical estimates alone, without what was learned.
+    """The same families by their analytical estimates, without learned corrections.
 
     Args:
-        learned: The families.
+        learned: The learned families.
     """
 
     def __init__(self, learned: Operators) -> None:
@@ -108,11 +108,11 @@ class Estimates(Operators):
 
 
 def canonical(device: DeviceSpec) -> DeviceSpec:
-    """The device under the catalogue's name, where it came under an alias such as JAX's.
+    """Rename a device to the catalogue's name, if it has an alias such as JAX's.
 
-    So does one of a device file that has the figures of one in the catalogue. The operator models
-    know devices by catalogue name, and chips by architecture and lanes; all measured figures of the
-    description stay.
+    This includes devices from files with the figures of a catalogue device. The operator models
+    identify devices by catalogue name, and chips by architecture and lanes; all other figures of
+    the description are kept.
     """
     if not in_catalogue(device.name):
         same = same_figures(device)
@@ -128,12 +128,12 @@ def canonical(device: DeviceSpec) -> DeviceSpec:
 
 
 def physics_of(key: str, rows: pd.DataFrame, device: DeviceSpec) -> OpFeatures:
-    """Analytical estimate of ``n`` rows of a family on a device, whatever they name as theirs."""
+    """Analytical estimates of ``n`` rows of a family on ``device``, which replaces theirs."""
     return op_features(rows.assign(device=device.name), key, {device.name: device})
 
 
 def with_rate(device: DeviceSpec, rate: float) -> DeviceSpec:
-    """The device with another bf16 rate, so that a product of another type can pass for bf16."""
+    """The device with another bf16 rate, so that a product of another type can stand in as bf16."""
     if rate == device.matrix_peak("bf16"):
         return device
     return replace(device, peak_flops={**device.peak_flops, "bf16": rate})
@@ -142,8 +142,8 @@ def with_rate(device: DeviceSpec, rate: float) -> DeviceSpec:
 def with_memory(device: DeviceSpec, factor: float) -> DeviceSpec:
     """The device with memory and caches that are larger and faster by a factor.
 
-    On it an operator's traffic takes the time of ``1 / factor`` of its bytes; by :data:`ENDLESS`
-    only arithmetic and launch are left to price.
+    This divides an operator's memory time by ``factor``; with :data:`ENDLESS`, only arithmetic and
+    launch remain.
     """
     levels = tuple(MemoryLevel(x.capacity * factor, x.bandwidth * factor) for x in device.levels)
     return replace(device, levels=levels)
@@ -156,14 +156,14 @@ def widened(
     source: str | np.ndarray,
     in_domain: np.ndarray | bool | None = None,
 ) -> KernelPrediction:
-    """Answer from a prediction, with another error that is independent of its own.
+    """Turn a prediction into an answer with an additional, independent error.
 
     Args:
         found: The prediction.
-        latency: Seconds that are made of it, shape ``(n,)``.
-        half: Half-width of the other error in log space, one or ``n``.
-        source: Of the answer.
-        in_domain: Whether published rows lie near; as predicted by default.
+        latency: Latencies of the answer in seconds, shape ``(n,)``.
+        half: Log half-width of the additional error, one or ``n``.
+        source: Source of the answer.
+        in_domain: Whether there are published rows nearby; as predicted by default.
     """
     below, above = (np.log(end / found.latency) for end in (found.lo, found.hi))
     own = np.minimum(below, 0.0), np.maximum(above, 0.0)

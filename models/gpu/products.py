@@ -1,14 +1,13 @@
 """XLA's matrix products and convolutions, priced as published GEMMs.
 
-Products that XLA's own tables know are looked up there: they were autotuned as they are in a
-program, but timed one by one, so that the cold start of each kernel is taken out. Elsewhere, and on
-NVIDIA's chips beyond the sizes of XLA's tables, a product of any type is looked up as a bf16
-product with the same bytes and the same arithmetic time: ``k`` is scaled with the width of an
-operand, and the device's rate with it (an f32 product at default precision on an A100 is a bf16
-product of twice the depth). One that widens its operands as it reads them (weights in int8 or int4)
-is looked up at the bytes that they have in memory. True f32 products use the tables timed eagerly,
-with the host's launch taken out; fp8 products use the fp8 tables with the quantisation of the
-activations taken out, which in XLA is a kernel of its own.
+Products within XLA's own tables are looked up there: they were autotuned like in a program, but
+timed individually, so the cold start of each kernel is subtracted. Elsewhere, and on NVIDIA's chips
+beyond the sizes of XLA's tables, a product of any type is looked up as a bf16 product with the same
+bytes and arithmetic time: ``k`` is scaled with the operand width, and the device's rate with it (an
+f32 product at default precision on an A100 is a bf16 product of twice the depth). A product that
+widens its operands while reading them (int8 or int4 weights) is looked up with their bytes in
+memory. True f32 products use the eagerly timed tables, minus the host's launch; fp8 products use
+the fp8 tables minus the quantization of activations, which is a separate kernel in XLA.
 """
 
 from __future__ import annotations
@@ -25,44 +24,43 @@ from ..core.base import KernelPrediction
 from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
 from .operator_library import ENDLESS, Operators, physics_of, widened, with_memory, with_rate
 
-#: The published GEMMs that stand in for XLA's: vLLM calls PyTorch's products here, which like XLA
-#: call cuBLAS and cuBLASLt. bf16 GEMMs differ by only 1 to 5 % between backends
-#: (published-tensor-core pack).
+#: The published GEMMs that stand in for XLA's: vLLM calls PyTorch's products here, which use cuBLAS
+#: and cuBLASLt like XLA. bf16 GEMMs differ by only 1 to 5 % between backends (published-tensor-core
+#: pack).
 CUBLAS = {
     "linear": {"backend": "vllm", "kernel": "torch.nn.functional.linear"},
     "bmm": {"backend": "vllm", "kernel": "vllm_torch_bmm"},
 }
-#: Log half-widths added to the operator model's intervals: XLA runs another version of the library
-#: with other epilogues (``LIBRARY``); products of another type or timing method are converted by
-#: physics (``MOVED``; those that widen their operands by as much again for each halving of the
-#: bytes, since no table has what that costs); convolutions are not GEMMs (``IMPLICIT``). Estimates,
-#: not fitted.
+#: Log half-widths added to the operator model's intervals: for another library version with other
+#: epilogues (``LIBRARY``); for products of another type or timing method, which are converted by
+#: physics (``MOVED``, again per halving of the bytes of widened operands, whose cost is in no
+#: table); for convolutions as GEMMs (``IMPLICIT``). Estimates, not fitted.
 LIBRARY, MOVED, IMPLICIT = 0.1, 0.2, 0.35
-#: Arithmetic of a convolution on matrix units over that of its implicit GEMM: gathering the input
-#: costs cycles. On NVIDIA's chips from ResNet-50's regions (published-regions pack: 0.98 to 1.13 on
-#: A100, 1.11 to 1.17 on H100), elsewhere an engineering estimate.
+#: Ratio of a convolution's arithmetic time on matrix units to that of its implicit GEMM, which does
+#: not gather the input. For NVIDIA from ResNet-50's regions (published-regions pack: 0.98 to 1.13
+#: on A100, 1.11 to 1.17 on H100), elsewhere an engineering estimate.
 GATHERING, GATHERING_ELSEWHERE = 1.1, 1.25
 #: Bytes of a vector load. Convolutions with fewer bytes of channels, such as those of images,
 #: gather their input element by element.
 VECTOR = 16.0
-#: Elements that such a convolution gathers in a clock of a core: 1.1 on A100 and 1.3 on H100, from
+#: Elements that such a convolution gathers per clock and core: 1.1 on A100 and 1.3 on H100, from
 #: ResNet-50's stem (published-regions pack).
 GATHERED = 1.2
-#: Products of no more FLOPs are mostly launch on every device (2 µs at 100 TFLOP/s).
+#: Products with at most this many FLOPs are mostly launch on every device (2 µs at 100 TFLOP/s).
 SMALL_FLOPS = 2e8
-#: The device has fp8 units if its fp8 rate is this factor above bf16 (usual data sheets: twice);
-#: the margin is for rounded or measured peaks.
+#: Smallest ratio of fp8 to bf16 rate of a device with fp8 units (usual data sheets: two); the
+#: margin is for rounded or measured peaks.
 _NARROW = 1.2
 _FP8 = tuple(name for name in DTYPE_BITS if name.startswith(("f8e4", "f8e5")))
-#: Types that are computed in f32 where the device has nothing faster (bf16 before Ampere, f16 and
-#: fp8 on chips without matrix units for them).
+#: Types that are computed in f32 if the device has nothing faster (bf16 before Ampere, f16 and fp8
+#: on chips without matrix units for them).
 _BY_F32 = ("tf32", "bf16", "f16", *_FP8)
 _DIMS = ("b", "m", "n", "k")
-#: Longest side of XLA's table. Within it, its bf16 products of an H100 take 1.00 times (median; 10
-#: to 90 %: 0.91 to 1.16) what PyTorch's do; extrapolated beyond, they would run at up to 95 % of
-#: the peak, where PyTorch's measured ones, whose clocks the power limits, reach 71 to 88 %.
+#: Longest side in XLA's table. Within it, its bf16 products on an H100 take 1.00 times (median; 10
+#: to 90 %: 0.91 to 1.16) PyTorch's; extrapolated beyond, they would run at up to 95 % of the peak,
+#: where PyTorch's measured ones, limited by power, reach 71 to 88 %.
 _XLA_LONGEST = 4096
-#: Sides of a product that reaches the best rate of a chip. Engineering choice.
+#: Sides of a product that reaches a chip's best rate. Engineering choice.
 _LARGE = 8192
 #: Formats of XLA's tables by matrix rate.
 _XLA_FORMATS = {"bf16": "bf16", "f16": "fp16", "tf32": "tf32", **dict.fromkeys(_FP8, "fp8")}
@@ -85,25 +83,25 @@ class Products:
         """Latencies of products, with the operands and results of fused epilogues.
 
         Args:
-            rows: Dimensions as :func:`~opcast.models.gpu.routes.products` returns them.
+            rows: Dimensions as of :func:`~opcast.models.gpu.routes.products`.
         """
         answer = self._widening(rows)
-        # A result wider than that of the bf16 product that was looked up (f32 from bf16) costs more
-        # traffic than the table holds: 90 % of the stream's time is a lower bound. The margin is an
-        # engineering estimate, since a product in the cache may beat the fitted stream.
+        # A result wider than that of the bf16 product (f32 from bf16) has more traffic than the
+        # table's: 90 % of the streaming time is a lower bound. The margin is an engineering
+        # estimate, since a product in the cache may beat the fitted stream.
         least = 0.9 * self._stream(rows["moved"].to_numpy(np.float64))
-        # Operands of a fused epilogue are read on top of the product, which does not hide them.
+        # Operands of a fused epilogue are read after the product, which does not hide them.
         extra = self._stream(rows["extra"].to_numpy(np.float64))
         times = rows["times"].to_numpy(np.float64)
         latency = np.maximum(answer.latency * times, least) + extra
         return answer.scaled(latency / answer.latency)
 
     def _widening(self, rows: pd.DataFrame) -> KernelPrediction:
-        """Latencies of the products alone, with operands of the bytes that they have in memory.
+        """Latencies of the products alone, with operands of the width they have in memory.
 
-        A kernel that takes in the conversion of its operands reads them as they are stored. That is
-        a product of its arithmetic's type on a device whose memory and caches are faster and larger
-        by the share of the bytes, which keeps both times.
+        A kernel that converts its operands reads them as stored. This equals a product of the
+        arithmetic's type on a device with memory and caches faster and larger by the ratio of the
+        bytes, which preserves both times.
         """
         answer = KernelPrediction.empty(len(rows))
         share = rows["stored"].to_numpy(np.float64)
@@ -120,45 +118,44 @@ class Products:
         return answer
 
     def products(self, rows: pd.DataFrame, *, grouped: bool = False) -> KernelPrediction:
-        """Latencies of the products alone, each at least as long as any product of half its size.
+        """Latencies of the products alone, each at least that of any product of half its size.
+
+        Tree predictions are not monotone in the sizes, and XLA's table has half the time of
+        products in two kernels, so the halves are predicted too and the maximum is taken
+        (docs/gpu.md).
 
         Args:
-            rows: As in :meth:`gemms`.
+            rows: Rows as for :meth:`gemms`.
             grouped: Whether batches are the groups of convolutions, which XLA does not autotune.
-
-        Tree predictions are not monotone in the sizes, and XLA's table gives half the time of
-        products in two kernels, so the halves are predicted too and the longest time is taken
-        (docs/gpu.md).
         """
         slowest = KernelPrediction.empty(len(rows))
         way = self._ways(rows, grouped=grouped)
         for name in dict.fromkeys(way):
             at = np.flatnonzero(way == name)
             chains, owner = _chains(rows.iloc[at])
-            # The chains of a program's products overlap a lot: each size is predicted once.
+            # The chains of a program's products overlap: each size is predicted once.
             code, first_of = _distinct(chains)
             answer = self._ask(name, chains.iloc[first_of], grouped=grouped).take(code)
             highest = np.full(len(at), 0.0)
             np.maximum.at(highest, owner, answer.latency)
-            # A chain begins with the product itself, whose interval and source are kept.
+            # A chain starts with the product itself, whose interval and source are kept.
             first = answer.take(np.searchsorted(owner, np.arange(len(at))))
             slowest.put(at, first.scaled(highest / first.latency))
         return slowest
 
     def convs(self, rows: pd.DataFrame) -> KernelPrediction:
-        """Latencies of convolutions as implicit GEMMs with their own memory traffic.
+        """Latencies of convolutions as implicit GEMMs with the memory traffic of convolutions.
 
-        The ratio of the operator model's prediction to its physics for such a product is applied to
-        the arithmetic; memory is that of the convolution, whose input is read once rather than
-        unfolded into ``m × k``.
+        The ratio of the operator model's prediction to its physics for the GEMM is applied to the
+        arithmetic; memory time is that of the convolution, which reads its input once instead of
+        unfolding it to ``m × k``.
         """
         product = self.products(rows, grouped=True)
         ratio, tiles = self._tiles(rows, product.latency)
         streamed = self._stream(rows["moved"].to_numpy(np.float64))
-        # The ratio of a launch-bound product does not describe its arithmetic, so it is limited to
-        # what libraries reach on large ones. Engineering estimate; not fitted.
-        # The regions show that cuDNN skips the holes of dilated inputs; steps on an MI350 are
-        # closer without that for MIOpen.
+        # The ratio of a launch-bound product does not describe its arithmetic, so it is clipped to
+        # the range for large ones. Engineering estimate; not fitted. The regions show that cuDNN
+        # skips the holes of dilated inputs; for MIOpen, steps on an MI350 are closer without that.
         if self.device.runs_cuda:
             tiles = tiles * rows["dense"].to_numpy(np.float64) * GATHERING
         else:
@@ -170,10 +167,10 @@ class Products:
         return widened(product, latency, IMPLICIT, names, in_domain=False)
 
     def _at_best(self, rows: pd.DataFrame) -> np.ndarray:
-        """Seconds at the rate of a large product by XLA's own table; 0 where that is not asked.
+        """Seconds at the rate of a large product in XLA's table; 0 where it does not apply.
 
-        On AMD's chips that table, not the one that convolutions take, answers for products: without
-        Winograd's transforms no convolution does more operations a second than the best of them.
+        On AMD's chips this table, not the one for convolutions, is used for products: without
+        Winograd transforms, no convolution exceeds the operations per second of the best product.
         """
         asked = np.array([not self.device.runs_cuda and self._autotuned(r, "linear")
                           for r in rows["rate"].map(self._rate)], bool)  # fmt: skip
@@ -184,7 +181,7 @@ class Products:
         return np.where(asked, work / _LARGE**3 * large, 0.0)
 
     def _gathered(self, rows: pd.DataFrame) -> np.ndarray:
-        """Seconds in which inputs with short runs of channels are gathered; 0 for others."""
+        """Seconds for gathering inputs with short runs of channels; 0 for others."""
         b, m, k, run, width = (
             rows[name].to_numpy(np.float64) for name in ("b", "m", "k", "run", "width")
         )
@@ -197,9 +194,9 @@ class Products:
         return pass_seconds(traffic, self.device, self.params).memory
 
     def _ways(self, rows: pd.DataFrame, *, grouped: bool) -> np.ndarray:
-        """Look-up of each product: the matrix rate it runs at, and how its batch is asked for.
+        """Look-up of each product: its matrix rate, and how its batch is looked up.
 
-        ``rows`` are batched products, asked for as one product of all their rows; ``bmm`` are the
+        ``rows`` are batched products, looked up as one product of all their rows; ``bmm`` are the
         groups of convolutions, each too narrow for that.
         """
         several = "bmm" if grouped else "rows"
@@ -208,7 +205,7 @@ class Products:
         return np.asarray(rate.to_numpy(object) + "/" + batched)
 
     def _rate(self, name: str) -> str:
-        """The matrix rate on this device: f32 for a type without a faster unit of its own."""
+        """The matrix rate on this device: f32 for types without a faster unit."""
         peak = self.device.matrix_peak
         return "f32" if name in _BY_F32 and peak(name) <= peak("f32") else name
 
@@ -219,8 +216,8 @@ class Products:
             named = rows[list(_DIMS)].assign(op=table, dtype=_XLA_FORMATS[rate])
             answer = self._restarted(f"xla/{table}", named, LIBRARY)
             beyond = np.flatnonzero(rows[["m", "n", "k"]].max(axis=1) > _XLA_LONGEST)
-            # Other makers' libraries are not these. On a chip that neither table has, PyTorch's was
-            # measured on more chips, and at such sizes.
+            # On a chip that neither table has, PyTorch's was measured on more chips and at these
+            # sizes. Other vendors use other libraries.
             own = rate in ("bf16", "f16") and self.device.runs_cuda
             if own and len(beyond):
                 answer.put(beyond, self._as_bf16(shape, rate, rows.iloc[beyond]))
@@ -230,7 +227,7 @@ class Products:
         if rate == "f32" and eager in self.operators.families:
             named = rows[list(_DIMS)].assign(op=table, dtype="fp32")
             return self._restarted(eager, named, MOVED)
-        # Batched fp8 products have no table that separates the quantisation: they go by physics, as
+        # Batched fp8 products have no table that separates the quantization: they go by physics, as
         # do fp8 products on chips without fp8 units.
         narrow = self.device.matrix_peak(rate) > _NARROW * self.device.matrix_peak("bf16")
         if rate in _FP8 and shape == "linear" and narrow:
@@ -238,32 +235,31 @@ class Products:
         return self._as_bf16(shape, rate, rows)
 
     def _autotuned(self, rate: str, shape: str) -> bool:
-        """Whether XLA's own table of products is the closest to a type on this device."""
+        """Whether XLA's own table of products is the closest for a type on this device."""
         key = f"xla/{shape}"
         if rate not in _XLA_FORMATS or key not in self.operators.families:
             return False
-        # On AMD's chips a table speaks for the chip that it was measured on alone: no other
-        # library's products stand in for them there, and that of a sibling makes programs of MI350
-        # worse (docs/gpu.md).
+        # On AMD, a table only applies to the chip it was measured on: no other library's products
+        # can stand in, and a sibling's table makes programs on MI350 worse (docs/gpu.md).
         if not self.device.runs_cuda:
             return self.operators.knows(key, self.device.name)
         if rate in _FP8:
-            # XLA's fp8 rows of Hopper are not to be trusted (README of the XLA pack).
+            # XLA's fp8 rows on Hopper are unreliable (README of the XLA pack).
             return not self.operators.knows_architecture(f"graph/{shape}", self.device)
-        # On a device that other libraries were measured on and XLA was not, those are closer.
+        # On a device measured with other libraries but not XLA, those are closer.
         measured = self.operators.knows(f"graph/{shape}", self.device.name)
         return not measured or self.operators.knows_chip(key, self.device)
 
     def _restarted(self, key: str, asked: pd.DataFrame, half: float) -> KernelPrediction:
-        """Products of a table that were timed one by one, or from the host, as in a program.
+        """Convert products that were timed individually, or from the host, to those in a program.
 
-        There kernels follow each other: a start from a replayed graph replaces the table's (a cold
-        one, or 26 to 47 µs of the host), and the ratio of prediction to physics is kept.
+        A start from a replayed graph replaces the table's start (a cold one, or 26 to 47 µs of host
+        time), and the ratio of prediction to physics is kept.
         """
         found = self.operators.predict(key, asked, self.device)
         physics = physics_of(key, asked, self.device)
         started = (physics.base_s - physics.floor_s + self.launch) / physics.base_s
-        # Of a split reduction the table holds the mean of its two kernels.
+        # The table has the mean over both kernels of a split reduction.
         latency = found.latency * started * physics.kernels
         return widened(found, latency, half, f"learned:{key}")
 
@@ -271,8 +267,7 @@ class Products:
         key = "graph/bmm" if shape == "bmm" else "graph/linear"
         asked, device = self._alike(shape, rate, rows)
         prediction = self.operators.predict(key, asked, device)
-        # f16 runs at the rate of bf16 with the same bytes: the table's own product, but for the
-        # version of the library.
+        # f16 has the rate and bytes of bf16: the table's own product, up to the library version.
         same = rate in ("bf16", "f16") and device is self.device and shape != "rows"
         half = LIBRARY if same else MOVED
         return widened(prediction, prediction.latency, half, f"learned:{key}")
@@ -284,21 +279,21 @@ class Products:
         as many rows (published-xla pack). The published batched ones are those of latent attention.
         """
         op = "bmm" if shape == "bmm" else "linear"
-        # k in units of bf16's two bytes an element keeps the bytes of the operands.
+        # k in units of bf16's two bytes per element preserves the bytes of the operands.
         scale = rows["width"].to_numpy(np.float64) / 2
         deep = np.maximum(np.round(rows["k"].to_numpy(np.float64) * scale), 1).astype(np.int64)
         asked = rows[list(_DIMS)].assign(k=deep, dtype="bf16", **CUBLAS[op], **self._op(op))
         if shape == "rows":
             asked = asked.assign(b=1, m=asked["b"] * asked["m"])
-        # A deeper product has more FLOPs by the same factor, so the rate rises with it to keep the
-        # time. All rows of one look-up have one matrix rate, and so one width.
+        # A deeper product has more FLOPs by the same factor, so the rate rises with it to preserve
+        # the time. All rows of one look-up have one matrix rate, and so one width.
         factor = float(scale[0]) if len(scale) else 1.0
         return asked, with_rate(self.device, self.device.matrix_peak(rate) * factor)
 
     def _op(self, name: str) -> dict[str, str]:
-        """The column by which NVIDIA's libraries were learned on a chip; none elsewhere.
+        """The column by which NVIDIA's libraries were learned on a chip; empty elsewhere.
 
-        Other vendors' libraries are not these, and without an op no ratio is carried over to them
+        Other vendors' libraries differ, and without an op no ratio is transferred to them
         (docs/gpu.md).
         """
         return {"op": name} if self.device.runs_cuda else {}
@@ -307,10 +302,10 @@ class Products:
         library = {"backend": "trtllm", "kernel": "torch_flow"}
         asked = rows[list(_DIMS)].assign(dtype="fp8", **library, **self._op("linear"))
         prediction = self.operators.predict("graph/linear", asked, self.device)
-        # Published fp8 times include the quantisation of the activations (docs/operators.md), which
-        # XLA compiles to a kernel of its own, priced as a pass.
+        # Published fp8 times include the quantization of activations (docs/operators.md), which XLA
+        # compiles to a separate kernel, priced as a pass.
         whole = physics_of("graph/linear", asked, self.device).base_s
-        # Kernel timing has the same physics without the quantisation.
+        # Kernel timing has the same physics without the quantization.
         alone = physics_of("kernel/linear", asked, self.device).base_s
         latency = prediction.latency * alone / whole
         return widened(prediction, latency, MOVED, "learned:graph/linear")
@@ -325,7 +320,7 @@ class Products:
             key = f"graph/{shape}"
             asked, device = self._alike(shape, rate, rows.iloc[at])
             physics = physics_of(key, asked, device)
-            # With endless bandwidth the physics holds arithmetic and launch alone.
+            # With infinite bandwidth, only arithmetic and launch remain.
             bare = physics_of(key, asked, with_memory(device, ENDLESS))
             ratio[at] = latency[at] / (physics.base_s - physics.floor_s + self.launch)
             tiles[at] = bare.base_s - bare.floor_s
@@ -333,10 +328,10 @@ class Products:
 
 
 def _chains(rows: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
-    """Each product, followed by the products it becomes when dimensions are halved repeatedly.
+    """Each product, followed by the products obtained by halving its dimensions repeatedly.
 
     Small products, whose time is mostly launch, are halved in all dimensions at once; larger ones
-    in one dimension at a time, since halving two shortens them for sure.
+    in one dimension at a time, since halving two is certain to shorten them.
 
     Returns:
         The rows, and the position of the product that each belongs to, ascending.
@@ -345,7 +340,7 @@ def _chains(rows: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
     chains: list[list[int]] = []
     owner: list[int] = []
     for place, size in enumerate(sizes.tolist()):
-        # A batch ends at 2: with a batch of 1 the product would belong to another family.
+        # A batch stops at 2: with a batch of 1 the product would belong to another family.
         axes = [
             _halved(value, 2 if axis == 0 and value > 1 else 1) for axis, value in enumerate(size)
         ]

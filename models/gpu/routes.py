@@ -1,7 +1,7 @@
 """Decides how a GPU kernel is priced: product, convolution, attention, or pass over memory.
 
-Depthwise convolutions have a route of their own (:func:`.memory_passes.depthwise_seconds`). Notes
-describe the route of each kernel, and the model's limits.
+Depthwise convolutions have a separate route (:func:`.memory_passes.depthwise_seconds`). Notes
+describe the route of each kernel, and the limitations of the model.
 """
 
 from __future__ import annotations
@@ -34,29 +34,28 @@ _PASS_TARGETS = ("norm", "softmax")
 #: Best Practices Guide, coalesced access to global memory).
 SECTOR = 32.0
 
-# How much longer than a stream the memory traffic of a pass takes, by what it does to its data. The
-# published rows hold streams alone, so these are engineering estimates, not fitted: a tiled
-# transpose through shared memory loses some of the bandwidth; elements read with a stride drag
-# whole sectors along; indexed rows hit DRAM pages at random; atomic updates read what they write.
+# Extra memory time of a pass relative to a stream, by access pattern. The published rows are plain
+# streams, so these are engineering estimates, not fitted: a tiled transpose through shared memory
+# loses some bandwidth; strided elements transfer whole sectors; indexed rows hit DRAM pages at
+# random; atomic updates read what they write.
 TRANSPOSED, STRIDED, GATHERED, SCATTERED = 0.25, 1.0, 0.3, 1.0
-#: Length of rows from which their reductions, and the softmax over them, are long: a warp holds no
-#: more of them in one vector register a thread (32 threads of 8 elements).
+#: Fewest elements of a row for reductions and softmax over it to count as long: a warp holds this
+#: many in one vector register per thread (32 threads of 8 elements).
 LONG_ROW = 256
-#: Traffic of passes over long rows that do not fit the cache, beyond that of a stream.
+#: Extra traffic of passes over long rows that do not fit the cache, relative to a stream.
 LONG_ROWS = fitted("passes").long_rows
-#: Elements of a row beyond which the extra bytes grow no further: the longest rows of PyTorch's
-#: softmax that were measured (1.7 to 2.7 times a stream; latency pack). Longer ones are logits, of
-#: which those steps say nothing (2 % of the smallest one's time) and 14 losses on an H100 with rows
-#: of 128,256 and more leave no room for more than a stream (docs/gpu.md).
+#: Elements of a row beyond which the extra bytes stop growing: the longest measured rows of
+#: PyTorch's softmax (1.7 to 2.7 times a stream; latency pack). Longer rows are logits, which those
+#: steps do not determine (2 % of the smallest one's time); 14 losses on an H100 with rows of
+#: 128,256 and more leave no room for more than a stream (docs/gpu.md).
 LONGEST_ROW = 16_384
 
-#: Generations of AMD's chips for which MIOpen has no direct kernels of depthwise filter gradients.
-#: These take rather the time of products with one column a group: the median error of 60 rows of
-#: the MI300X (published-kernels pack, MIOpen of 2023 and 2024) is 85 % so and 97 % as direct
-#: kernels; on MI100 to MI250X it is 340 to 440 % so and 44 to 52 % as direct kernels.
+#: AMD generations without direct kernels for depthwise filter gradients in MIOpen. These are closer
+#: to products with one column per group: the median error on 60 rows of the MI300X
+#: (published-kernels pack, MIOpen of 2023 and 2024) is 85 % this way and 97 % as direct kernels;
+#: on MI100 to MI250X it is 340 to 440 % this way and 44 to 52 % as direct kernels.
 _FILTERS_AS_PRODUCTS = ("cdna3", "cdna4")
-
-#: Share of the bytes of passes over long rows from which a note mentions them.
+#: Share of long rows in the bytes of passes above which a note mentions them.
 _MUCH = 0.2
 _PRODUCTS = {PRODUCT: "a product", CONV: "a convolution, a product of"}
 
@@ -85,7 +84,7 @@ class Described:
 
     @property
     def rate(self) -> np.ndarray:
-        """Name of the matrix rate that each kernel asks for, object, shape ``(n,)``."""
+        """Name of the matrix rate of each kernel, object, shape ``(n,)``."""
         names = np.array(DTYPES, object)
         return np.asarray(names[self.column("matrix_dtype").astype(np.intp)])
 
@@ -109,7 +108,7 @@ def describe(kernels: Sequence[Kernel], device: DeviceSpec) -> Described:
             route[i] = DEPTHWISE
         elif kernel.kind in _PASSES or _is_pass_call(kernel):
             route[i] = PASS
-        # Only kernels whose product dimensions are known can be looked up; the rest falls to OTHER.
+        # Only kernels with known product dimensions can be looked up; the rest falls to OTHER.
         elif kernel.kind == "gemm" and sized[i]:
             route[i] = PRODUCT
         elif kernel.kind == "conv" and sized[i]:
@@ -119,16 +118,16 @@ def describe(kernels: Sequence[Kernel], device: DeviceSpec) -> Described:
 
 
 def _one_channel_a_group(row: np.ndarray) -> np.ndarray:
-    """Depthwise convolutions and their gradients, bool, shape ``(n,)``."""
+    """Mask of depthwise convolutions and their gradients, shape ``(n,)``."""
     depthwise = row[:, INDEX["conv_depthwise"]] > 0
-    # Written out, the gradient of the filter has the channels as groups of its batch, and each of
-    # them makes one feature.
+    # Written out, the gradient of the filter has the channels as groups of its batch, each of which
+    # makes one feature.
     batches = (row[:, INDEX["conv_batch_grouped"]] > 0) & (row[:, INDEX["gemm_n"]] == 1)
     return np.asarray(depthwise | batches)
 
 
 def filter_gradients(row: np.ndarray) -> np.ndarray:
-    """Which depthwise convolutions are gradients of filters, bool, shape ``(n,)``."""
+    """Mask of depthwise convolutions that are filter gradients, shape ``(n,)``."""
     calls = row[:, INDEX["conv_window_over_output"]] > 0
     return np.asarray(calls | (row[:, INDEX["conv_batch_grouped"]] > 0))
 
@@ -141,8 +140,8 @@ def _is_pass_call(kernel: Kernel) -> bool:
 def attention_of(kernel: Kernel) -> dict[str, int] | None:
     """Parameters of a fused attention call (cuDNN's ``fmha``); ``None`` for any other kernel.
 
-    The dimension numbers of queries times keys tell the sizes apart: batch and heads are batch
-    dimensions, the size of a head is contracted, and positions are what is left.
+    The dimension numbers of queries times keys identify the sizes: batch and heads are batch
+    dimensions, the head size is contracted, and positions are the rest.
     """
     op = kernel.op
     target = str(op.attrs.get("target", ""))
@@ -159,7 +158,7 @@ def attention_of(kernel: Kernel) -> dict[str, int] | None:
     for contracted, batch, shape in zip(
         numbers[:2], numbers[2:], (query.shape, key.shape), strict=True
     ):
-        # Another layout than (batch, heads, positions, head) in some order is not understood; the
+        # Layouts other than a permutation of (batch, heads, positions, head) are not supported; the
         # call then takes the roofline.
         if len(batch) != 2 or len(contracted) != 1 or len(shape) != 4:
             return None
@@ -172,8 +171,8 @@ def attention_of(kernel: Kernel) -> dict[str, int] | None:
         "q_heads": lead[1],
         "kv_heads": kv_heads,
         "head_dim": size,
-        # The first product does not show the size of a value; it equals that of a key except in
-        # latent attention.
+        # The first product does not show the size of a value, which only differs from that of a key
+        # in latent attention.
         "v_head_dim": size,
         "q_len": queries,
         "kv_len": keys,
@@ -205,9 +204,10 @@ def products(described: Described, at: np.ndarray) -> pd.DataFrame:
     operands = row[:, INDEX["gemm_lhs_bytes"]] + row[:, INDEX["gemm_rhs_bytes"]]
     result = size["b"] * size["m"] * size["n"] * width
     # Less is read where operands are narrower in memory, or broadcast from less.
+    # Fewer bytes are read if operands are narrower in memory or broadcast.
     read = np.minimum(row[:, INDEX["bytes_in"]], operands)
     # The gradient of a strided convolution's input is a convolution of a dilated array, whose holes
-    # libraries skip: they compute one small convolution for each place within the stride.
+    # libraries skip: they compute one small convolution per position within the stride.
     dilated = row[:, INDEX["conv_dilates_input"]] > 0
     whole = np.maximum(row[:, INDEX["dense_flops"]], 1.0)
     dense = np.where(dilated, np.clip(described.flops[at] / whole, 0.0, 1.0), 1.0)
@@ -238,18 +238,18 @@ def traffic(row: np.ndarray) -> Traffic:
 
     elements = np.maximum(c("elements_max"), 1.0)
     width = np.maximum(c("dtype_bits"), 8.0) / 8
-    # Rows shorter than a sector move the rest of the sector, too: traffic, not lost bandwidth.
+    # Rows shorter than a sector transfer the rest of the sector: extra traffic.
     dragged = c("moved_gathered") * width * _drag(c("gather_run"), width)
     dragged = dragged + c("moved_scattered") * width * _drag(c("scatter_length"), width)
     moved = c("bytes_in") + c("bytes_out")
-    # A penalty applies to the share of the largest array that is moved in that way.
+    # A penalty applies to the share of the largest array with that access pattern.
     share = {
         n: np.minimum(c(f"moved_{n}") / elements, 1.0)
         for n in ("transposed", "strided", "gathered", "scattered")
     }
     # Reductions that keep the minor dimension read columns: coalesced, but with partial sums to
-    # combine. A kernel may reduce less than it moves: one that adds up the parts of a split product
-    # as it writes them into a cache.
+    # combine. A kernel may reduce less than it moves, such as one that sums the parts of a split
+    # product while writing them into a cache.
     column = (c("reduce_length") > 1) & (c("reduce_minor") == 0)
     summed = np.minimum(c("reduce_length") * np.maximum(c("reduce_kept"), 1.0), elements)
     penalty = (
@@ -260,7 +260,7 @@ def traffic(row: np.ndarray) -> Traffic:
         + COLUMN_BYTES * column * summed / np.maximum(moved, 1.0)
         + SCATTERED * share["scattered"] * (c("scatter_combines") > 0)
     )
-    # Integer work is index arithmetic for the most part, on units of its own since Volta.
+    # Integer work is mostly index arithmetic, on separate units since Volta.
     work = sum(
         row[:, i]
         for name, i in INDEX.items()
@@ -270,11 +270,11 @@ def traffic(row: np.ndarray) -> Traffic:
     # Engineering estimate: data-centre chips run f64 at about half the f32 rate, others far slower.
     wide = np.where(c("dtype_wide") > 0, 2.0, 1.0)
     reduced = (c("reduce_minor") > 0) & (c("reduce_length") >= LONG_ROW)
-    # The gradient of a softmax reduces nothing itself: it takes exponentials of every element, and
-    # combines them with one number a row.
+    # A softmax gradient reduces nothing itself: it takes exponentials of every element, and
+    # combines them with one number per row.
     normalised = (c("broadcast_minor") > 0) & (c("out_minor") >= LONG_ROW)
     normalised &= c("work_transcendental") >= elements
-    # A plain sum or maximum of one array streams: those steps are told as well without its share.
+    # A plain sum or maximum of one array streams: the steps are explained without its share.
     single = (c("work_transcendental") == 0) & (c("n_inputs") - c("n_scalar_inputs") <= 1)
     length = np.where(reduced, c("reduce_length"), c("out_minor"))
     longest = np.minimum(LONGEST_ROW / np.maximum(length, 1.0), 1.0)
@@ -283,7 +283,7 @@ def traffic(row: np.ndarray) -> Traffic:
 
 
 def irregular(row: np.ndarray) -> np.ndarray:
-    """Kernels that do more than stream, so that no published row is like them, bool, ``(n,)``."""
+    """Mask of kernels that do more than stream, unlike any published row, shape ``(n,)``."""
     names = ("moved_transposed", "moved_strided", "moved_gathered", "moved_scattered")
     moves_irregularly = np.zeros(len(row), bool)
     for name in names:
@@ -294,13 +294,13 @@ def irregular(row: np.ndarray) -> np.ndarray:
 
 
 def _drag(run: np.ndarray, width: np.ndarray) -> np.ndarray:
-    """Bytes moved in vain for each byte wanted, where contiguous runs are shorter than a sector."""
+    """Unused bytes moved per used byte if contiguous runs are shorter than a sector."""
     length = np.maximum(run, 1.0) * width
     return np.asarray(np.maximum(SECTOR / length, 1.0) - 1.0)
 
 
 def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryParams) -> list[str]:
-    """Describe, one sentence a kernel, the published operator it is predicted from."""
+    """Describe the published operator that each kernel is predicted from, in one sentence."""
     described = describe(kernels, device)
     moves = traffic(described.row)
     times = pass_seconds(moves, device, params)
