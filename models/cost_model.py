@@ -1,4 +1,4 @@
-"""The bundle that is trained, saved and loaded: kernel estimator, program model, and devices."""
+"""The trained and saved bundle: kernel estimator, program model, and devices."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class CostModel:
     """Predicts kernels and programs.
 
     Attributes:
-        estimator: Kernel latencies.
-        program_model: From kernels in their program to wall time.
+        estimator: Predicts kernel latencies.
+        program_model: Predicts wall time from kernels in their program.
         devices: Devices that it was trained on, by name.
         info: Provenance of the training: dataset hash, split, seed, ``metrics`` by split, rows.
         neighbour_file: Packed table of training kernels; empty without one.
         context: Correction of kernels for their context in a program; ``None`` if it did not
-            improve on the plain sum of kernels, or if an earlier version made the model.
+            improve on the plain sum of kernels, or for models of earlier versions.
         corrections: Calibration from a few samples of single devices, by device name.
     """
 
@@ -73,7 +73,7 @@ class CostModel:
 
     @cached_property
     def neighbours(self) -> NeighbourTable | None:
-        """Training kernels to compare with, unpacked on first use; ``None`` without a table.
+        """Training kernels for comparison, unpacked on first use; ``None`` without a table.
 
         Raises:
             ModelError: The table is damaged.
@@ -112,18 +112,18 @@ class CostModel:
         return metrics
 
     def unlike(self, device: DeviceSpec) -> Comparison | None:
-        """Compare a device with those of its name that the model was trained on.
+        """Compare a device with the training device of the same name.
 
         Returns:
-            ``None`` if it is one of them, or has a name of its own.
+            ``None`` if they agree, or no training device has the name.
         """
         return unlike(device, self.devices)
 
     def base_of(self, device: DeviceSpec) -> DeviceSpec | None:
-        """The base that a TPU's or CPU's design is priced by; ``None`` for other devices.
+        """The base that a TPU or CPU design is priced by; ``None`` for other devices.
 
-        Those that were learned from or calibrated have answers of their own, and so has every
-        device where nothing was learned.
+        Trained or calibrated devices are predicted directly, and so is every device if nothing was
+        learned.
         """
         known = {*self.devices, *self.corrections}
         if device.platform == "gpu" or not self.devices or device.name in known:
@@ -134,16 +134,16 @@ class CostModel:
         """Predict one execution of every kernel.
 
         If a device has the name of a training device but different measured peaks, every kernel is
-        out of domain, and intervals are widened by the ratio of the peaks. What was learned by
-        trees is neither smooth nor monotone in a rate: a design of a TPU or CPU is priced as its
-        base, times the ratio of their rooflines; estimators of GPUs do so themselves.
+        out of domain, and intervals are widened by the ratio of the peaks. Trees are neither smooth
+        nor monotone in a rate: a design of a TPU or CPU is priced as its base, times the ratio of
+        their rooflines; GPU estimators do so themselves.
         """
         base = self.base_of(device)
         if base is not None:
             return on_design(self.predict_kernels(kernels, base), kernels, device, base)
         prediction = self.estimator.predict(kernels, device)
         other = self.unlike(device)
-        # Corrections are by name as well: those of the other machine do not apply to this one.
+        # Corrections are also by name, and do not apply to another machine of that name.
         if other is not None:
             return replace(
                 prediction,
@@ -190,7 +190,7 @@ class CostModel:
         )
         other = self.unlike(device)
         if other is not None and device.platform in self.program_model.corrections:
-            # Intervals fitted to programs ignore those of the kernels, so they are widened here.
+            # Intervals fitted to programs ignore those of the kernels: widen them here.
             wall = wall._replace(lo=wall.lo / other.factor, hi=wall.hi * other.factor)
         wall = widened(wall, lowered, in_place.latency, device)
         wall = wall._replace(hi=wall.hi + first_touch_s(lowered, device))
@@ -209,7 +209,7 @@ class CostModel:
         base = self.base_of(device)
         if base is None:
             return context.apply(kernels, lowered, device, base_s)
-        # Of a design as on its base, so that no rate moves what was learned of the context.
+        # A design takes the context of its base: its rates must not change what was learned.
         ratio = roofline_ratio(lowered.kernels, device, base)[0]
         there = context.apply(_scaled(kernels, 1.0 / ratio), lowered, base)
         return _scaled(there, ratio)
@@ -222,7 +222,7 @@ class CostModel:
         if self.context is not None:
             trees = self.context.trees
             files |= {_CONTEXT.format(i): own.raw for i, own in enumerate(trees)}
-        # Numbered, not named: a device's name may hold characters that a file name must not.
+        # Numbered, not named: a device name may have characters that a file name must not.
         for place, name in enumerate(sorted(self.corrections)):
             files[_CORRECTION.format(place)] = pack(self.corrections[name].to_arrays())
         manifest = {
@@ -250,7 +250,7 @@ class CostModel:
 
         Args:
             path: The folder.
-            schema: Feature schema to expect; ``None`` takes today's.
+            schema: Feature schema to expect; ``None`` takes the current one.
 
         Raises:
             ModelError: The folder is missing, damaged, of another format or feature schema, or its
@@ -279,7 +279,7 @@ class CostModel:
             }
         except DAMAGE as error:
             raise ModelError(f"manifest is incomplete: {error!r}", where=str(path)) from None
-        # Estimators of other packages need not know of schemas.
+        # Estimators of other packages need not support schemas.
         extra: dict[str, str] = {}
         if schema is not None and "schema" in inspect.signature(kind.load).parameters:
             extra["schema"] = schema

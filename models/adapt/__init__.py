@@ -1,1 +1,1 @@
-"""Adaptation to a device from few samples, and which samples to take next."""
+"""Adaptation to a device from few samples, and choice of the next samples."""

@@ -1,15 +1,15 @@
-"""Chooses which operators or programs to measure next on a new device: the most informative.
+"""Chooses the most informative operators or programs to measure next on a new device.
 
-Measuring a kernel lowers the error variance of every kernel that errs like it. The choice is
-greedy: next comes the candidate whose measurement is expected to lower the variance most, summed
-over all kernels that may be queried (active learning of Cohn, Neural Networks 9, 1996, with the
+Measuring a kernel lowers the error variance of every kernel with correlated errors. The choice is
+greedy: next is the candidate whose measurement is expected to lower the variance most, summed over
+all kernels that may be queried (active learning of Cohn, Neural Networks 9, 1996, with the
 covariance of :mod:`~opcast.models.adapt.gaussian_process`). The covariance was fitted to other
 devices, so the gain is averaged over variants of it. No labels are needed: the whole order is known
-before anything is measured. Families compete for samples by their share of the time.
+before anything is measured. Samples are allocated to families by their shares of the time.
 
-Measuring a program gives labels of all its kernels at once. Its gain is the expected fall of the
-error variance at the targets, each weighted by its share of the time and by the square of its
-interval, and what it takes to measure counts.
+Measuring a program labels all its kernels at once. Its gain is the expected reduction of the error
+variance at the targets, each weighted by its share of the time and the square of its interval,
+relative to the cost of measuring it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import numpy as np
 from .covariance import Sites, covariance, noise_variance, scaled_params
 
 #: Factors on the amplitude of slopes, on the standard deviation of noise, and on length scales: a
-#: new device's errors may have less in common than those of the devices that the covariance was
-#: fitted to. Chosen on other devices left out of training in turn (docs/operator-new-device.md).
+#: new device's errors may be less correlated than those on the fitted devices. Chosen on other
+#: devices held out of training in turn (docs/operator-new-device.md).
 VARIANTS = ((1.0, 1.0, 1.0), (0.3, 1.0, 1.0), (1.0, 2.5, 0.5), (0.3, 2.5, 0.5))
 
 
 class Errors(NamedTuple):
-    """What is known of errors before anything more is measured, in log space.
+    """Prior distribution of errors before further measurements, in log space.
 
     Attributes:
-        covariance: Of the errors of ``n`` runs, shape ``(n, n)``.
+        covariance: Covariance of the errors of ``n`` runs, shape ``(n, n)``.
         noise: Variance of a measurement's noise.
     """
 
@@ -40,22 +40,22 @@ class Errors(NamedTuple):
     noise: float
 
     def given(self, variance: float) -> Errors:
-        """The same with amplitudes at which the last run's error has a variance."""
+        """Scale the covariance such that the last run's error has a given variance."""
         own = float(self.covariance[-1, -1])
         return Errors(self.covariance * (variance / own if own > 0.0 else 0.0), self.noise)
 
 
 def choose(sites: Sites, params: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Find the order in which to measure kernels.
+    """Rank kernels for measurement.
 
     Args:
-        sites: ``n`` candidates, which also stand for the kernels to be predicted.
+        sites: ``n`` candidates, which also represent the kernels to predict.
         params: Parameters of the covariance.
         count: Number of candidates to choose.
 
     Returns:
-        Positions of the chosen candidates, most informative first, and the expected fall of the
-        mean variance (in log space) from each, shape ``(count,)`` each.
+        Positions of the chosen candidates, most informative first, and the expected reduction of
+        the mean variance (in log space) by each, shape ``(count,)`` each.
     """
     weight = np.full(len(sites), 1 / max(len(sites), 1))
     return in_order(errors_at(sites, params), weight, count, np.ones(len(sites)))
@@ -64,17 +64,17 @@ def choose(sites: Sites, params: np.ndarray, count: int) -> tuple[np.ndarray, np
 def choose_for(
     errors: Sequence[Errors], count: int, cost: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the runs that tell most of one question.
+    """Choose the runs that are most informative about a single target.
 
     Args:
-        errors: Variants of what is known of the errors of the candidates and, last, of the
-            question; shape ``(n + 1, n + 1)`` each.
+        errors: Variants of the prior of the errors of the candidates and, last, of the target;
+            shape ``(n + 1, n + 1)`` each.
         count: Number of candidates to choose.
-        cost: Of the candidates, shape ``(n,)``; gains count by it. ``None`` for equal ones.
+        cost: Cost of each candidate, shape ``(n,)``, which divides gains; ``None`` for equal costs.
 
     Returns:
-        Positions of the chosen candidates, most informative first, and the share of the question's
-        variance that is left after each and those before it.
+        Positions of the chosen candidates, most informative first, and the share of the target's
+        variance that remains after each.
     """
     last = len(errors[0].covariance) - 1
     weight = np.zeros(last + 1)
@@ -85,12 +85,12 @@ def choose_for(
 
 
 def errors_at(sites: Sites, params: np.ndarray, measured: Sites | None = None) -> list[Errors]:
-    """Variants of what is known of kernels' errors on a new device.
+    """Variants of the prior of kernels' errors on a new device.
 
     Args:
         sites: The kernels.
         params: Parameters of the covariance.
-        measured: Kernels that have a label already.
+        measured: Kernels that already have a label.
     """
     found = []
     for factors in VARIANTS:
@@ -103,24 +103,23 @@ def errors_at(sites: Sites, params: np.ndarray, measured: Sites | None = None) -
 def in_order(
     errors: Sequence[Errors], weight: np.ndarray, count: int, cost: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose runs greedily by the expected fall of the weighted variance, over variants of it.
+    """Choose runs greedily by the expected reduction of the weighted variance over variants.
 
     Args:
-        errors: Variants of what is known of ``n`` errors.
+        errors: Variants of the prior of ``n`` errors.
         weight: Importance of each, shape ``(n,)``.
         count: Number of runs to choose.
-        cost: Of the first errors' runs, which are those that may be chosen; gains count by it.
+        cost: Cost of the candidates, which are the first runs; it divides gains.
 
     Returns:
-        Positions of the chosen runs in their order, and the fall from each.
+        Positions of the chosen runs in order, and the reduction by each.
     """
     posterior = [own.covariance.copy() for own in errors]
     chosen: list[int] = []
     gains: list[float] = []
     open_ = np.ones(len(cost), bool)
     for _ in range(min(count, len(cost))):
-        # Measuring j lowers the variance at i by cov(i, j)² / (var(j) + noise); all candidates at
-        # once.
+        # Measuring j lowers the variance at i by cov(i, j)² / (var(j) + noise), for all candidates.
         gain = np.mean(
             [
                 (weight @ p**2) / (np.diag(p) + own.noise)
@@ -134,8 +133,8 @@ def in_order(
         open_[best] = False
         for p, own in zip(posterior, errors, strict=True):
             column = p[:, best].copy()
-            # Rank-one update of the posterior covariance: what is left once the chosen one is
-            # measured. Its label is not needed, since a Gaussian's variance does not depend on it.
+            # Rank-one update of the posterior covariance after measuring the chosen run. Its label
+            # is not needed, since a Gaussian's variance does not depend on it.
             p -= np.outer(column, column / (column[best] + own.noise))
     return np.array(chosen, np.int64), np.array(gains)
 
@@ -143,22 +142,22 @@ def in_order(
 def allocate(
     gains: Mapping[str, np.ndarray], shares: Mapping[str, float], total: int
 ) -> dict[str, int]:
-    """Divide samples among families: the next one goes where share × gain is largest.
+    """Allocate samples to families: the next one goes where share × gain is largest.
 
     Args:
-        gains: Gains of each family's samples in their order, from :func:`choose`.
+        gains: Gains of each family's samples in order, from :func:`choose`.
         shares: Share of the time by family.
-        total: Samples of all families together.
+        total: Number of samples of all families.
 
     Returns:
-        Samples by family; together fewer than ``total`` if no family has more to choose from.
+        Samples by family; fewer than ``total`` if the families run out of candidates.
     """
     counts = dict.fromkeys(gains, 0)
     worth = [
         (shares[name] * gain, name)
         for name, own in gains.items()
-        # Within a family samples are taken in order, so a gain that rises must not overtake the one
-        # before.
+        # Within a family samples are taken in order, so an increasing gain must not overtake the
+        # previous one.
         for gain in np.minimum.accumulate(own)
     ]
     for _, name in sorted(worth, key=lambda pair: -pair[0])[:total]:
@@ -180,11 +179,10 @@ def spread_evenly(names: Sequence[str], total: int) -> dict[str, int]:
 
 @dataclass
 class RemainingVariance:
-    """Error variance that remains after the measurements so far.
+    """Remaining error variance after the measurements so far.
 
     Attributes:
-        posterior: Covariance of the errors of all kernels given what was measured, shape
-            ``(n, n)``.
+        posterior: Covariance of all kernels' errors given the measurements, shape ``(n, n)``.
         noise: Variance of a label's noise, in log space.
         weight: Importance of each kernel, shape ``(n,)``; zero for those that are only candidates.
     """
@@ -197,13 +195,13 @@ class RemainingVariance:
     def of(
         cls, sites: Sites, params: np.ndarray, weight: np.ndarray, measured: Sites | None = None
     ) -> RemainingVariance:
-        """Start from kernels, and from what was measured already.
+        """Start from kernels and existing measurements.
 
         Args:
             sites: Kernels of the candidates and the targets.
             params: Parameters of the covariance.
             weight: Importance of each, shape ``(n,)``.
-            measured: Kernels that have a label already.
+            measured: Kernels that already have a label.
         """
         posterior, noise = covariance(sites, sites, params), noise_variance(params)
         if measured is not None and len(measured):
@@ -213,7 +211,7 @@ class RemainingVariance:
         return cls(posterior, noise, weight)
 
     def gain(self, block: np.ndarray) -> float:
-        """Expected fall of the weighted variance if the kernels ``block`` are measured."""
+        """Expected reduction of the weighted variance by measuring the kernels ``block``."""
         cross = self.posterior[block]
         solved = np.linalg.solve(cross[:, block] + self.noise * np.eye(len(block)), cross)
         return float((cross * solved).sum(axis=0) @ self.weight)
@@ -232,13 +230,13 @@ def choose_programs(
     time_s: float,
     most: int,
 ) -> list[int]:
-    """Programs to measure together, largest gain per second first.
+    """Choose programs to measure together, largest gain per second first.
 
     Args:
-        choice: The state; it is moved on as if the chosen ones were measured.
+        choice: The state, which is updated as if the chosen programs were measured.
         blocks: Positions of each candidate's kernels.
         seconds: Expected time to measure each candidate.
-        time_s: Time for all of them together.
+        time_s: Total time budget.
         most: Most candidates to choose.
 
     Returns:
@@ -250,8 +248,8 @@ def choose_programs(
         open_ = [i for i in range(len(blocks)) if i not in chosen and seconds[i] <= left]
         if not open_:
             break
-        # Greedy by gain per second. A posterior that is updated after each choice keeps a second
-        # program with the same kernels from looking as good as the first.
+        # Greedy by gain per second. Updating the posterior after each choice devalues a second
+        # program with the same kernels.
         best = max(open_, key=lambda i: choice.gain(blocks[i]) / seconds[i])
         chosen.append(best)
         left -= seconds[best]

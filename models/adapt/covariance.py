@@ -1,11 +1,11 @@
-"""Covariance of a model's log errors on a device: by shares of time, and by nearness of kernels.
+"""Covariance of a model's log errors on a device, by shares of time and nearness of kernels.
 
-Kernels are near by their key features, or by the leaves that they share: boosted trees split where
-kernels change their behaviour on the devices that they learned from: where a library takes another
-tile, splits the reduction, or a wave is full. Those regimes carry over to a new chip even where
-their times do not, so that errors of two kernels are alike as far as the trees do not tell them
-apart (the proximity of Breiman, Random Forests, 2001). On chips left out of training this explains
-errors on a new chip better than a distance of key features does (docs/operator-learning.md).
+Nearness is by key features, or by shared tree leaves: boosted trees split where kernels change
+their behaviour on the training devices, such as where a library uses another tile, splits the
+reduction, or a wave is full. These regimes transfer to a new chip even if their times do not, so
+that errors of two kernels are similar if the trees do not separate them (the proximity of Breiman,
+Random Forests, 2001). On held-out chips, this explains errors better than a distance of key
+features (docs/operator-learning.md).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import numpy as np
 
 from ...features.operators import OpFeatures
 
-#: Least standard deviation of a label's noise, in log space: errors are heavier in the tails than
-#: a Gaussian's, and a smaller one lets single outliers bend the correction.
+#: Least standard deviation of a label's noise, in log space: errors have heavier tails than a
+#: Gaussian's, and with less noise single outliers distort the correction.
 LEAST_NOISE = 0.06
 AMPLITUDES = 7  # three of slopes, three of smooth terms, noise
 #: Amplitudes before fitting, as standard deviations of log errors: 25 % shared by a device, 15 % by
-#: library and kernel, 10 % noise (engineering estimates; :func:`fit_params` moves them).
+#: library and kernel, 10 % noise (engineering estimates; :func:`fit_params` adjusts them).
 _START = (0.25, 0.15, 0.15, 0.15, 0.15, 0.2, 0.1)
 #: Length scale of every key feature before fitting, in standard deviations.
 _REACH = 2.5
-#: Variances of errors of kernels in the same leaves that the samples of a device choose among
+#: Candidate variances of errors of kernels in the same leaves, selected by the samples of a device
 #: (engineering estimates).
 NEAR = (0.05, 0.2, 0.8)
-#: Standard deviations of a label's noise to choose among.
+#: Candidate standard deviations of a label's noise.
 NOISE = (0.06, 0.15)
-#: Parts of those variances that all rows, rows of one op, dtype and backend, and rows of one kernel
-#: share: most of the error on a new chip is the library's (docs/operator-learning.md).
+#: Shares of those variances common to all rows, to rows of one op, dtype and backend, and to rows
+#: of one kernel: most of the error on a new chip is the library's (docs/operator-learning.md).
 NEAR_PARTS = (0.3, 0.35, 0.35)
 # Stands for a variance of zero, whose logarithm would be infinite.
 _NONE = 1e-9
@@ -46,11 +46,11 @@ class Sites:
     Attributes:
         place: Scaled key features, shape ``(n, d)``.
         share: Shares of compute, memory and launch in the time, shape ``(n, 3)``; operator models
-            append how far each known chip lies from the general prediction.
+            append the difference of each known chip from the general prediction.
         coarse: Op, dtype and backend of each kernel, object, shape ``(n,)``.
         fine: The same with the kernel's name, object, shape ``(n,)``.
-        leaves: Leaf of each tree of a model that a kernel ends in, shape ``(n, trees)``; ``None``
-            where the covariance goes by distance.
+        leaves: Leaf of each tree that a kernel falls into, shape ``(n, trees)``; ``None`` if
+            nearness is by distance.
     """
 
     place: np.ndarray
@@ -70,7 +70,7 @@ class Sites:
 
 
 def joined_sites(first: Sites, second: Sites) -> Sites:
-    """Sites of two sets of kernels, one after the other; both or neither have leaves."""
+    """Concatenate the sites of two sets of kernels; both or neither have leaves."""
     leaves = None
     if first.leaves is not None and second.leaves is not None:
         leaves = np.concatenate([first.leaves, second.leaves])
@@ -92,15 +92,15 @@ class Scale:
 
     @classmethod
     def of(cls, features: OpFeatures) -> Scale:
-        """Take them from the key features of training rows."""
+        """Compute them from the key features of training rows."""
         keys = features.X[:, features.keys].astype(np.float64)
-        # 1e-6 keeps a constant feature from dividing by zero.
+        # 1e-6 avoids division by zero for a constant feature.
         return cls(keys.mean(axis=0), keys.std(axis=0) + 1e-6)
 
     def sites(self, features: OpFeatures, coarse: np.ndarray, fine: np.ndarray) -> Sites:
         """Sites of kernels."""
         keys = features.X[:, features.keys].astype(np.float64)
-        # Six standard deviations: beyond them everything is equally far.
+        # Clipped at six standard deviations, beyond which everything is equally far.
         place = np.clip((keys - self.centre) / self.spread, -6, 6)
         return Sites(place, time_shares(features), coarse, fine)
 
@@ -108,12 +108,12 @@ class Scale:
 def time_shares(features: OpFeatures) -> np.ndarray:
     """Shares of compute, memory and launch in the analytical estimate, shape ``(n, 3)``.
 
-    Rows add up to 1. Compute and memory overlap, so their shares go by the squares of their times.
+    Rows sum to 1. Compute and memory overlap, so their shares are by the squares of their times.
     """
     launch = np.clip(features.floor_s / features.base_s, 0, 1)
     compute, memory = (_share(features, n) for n in ("log_tiles_base", "log_memory_base"))
     vector = _share(features, "log_vector_base")
-    # Matrix and vector units are both compute; the one that takes longer decides.
+    # Matrix and vector units are both compute; the slower one counts.
     compute = np.maximum(compute, vector)
     rest = (1 - launch) / (compute + memory + 1e-9)
     return np.stack([compute * rest, memory * rest, launch], axis=1)
@@ -136,7 +136,7 @@ def covariance(
         first: ``n`` kernels.
         second: ``m`` kernels.
         log_params: Parameters.
-        near: How close they are, from :func:`nearness`, if it was computed already.
+        near: Result of :func:`nearness`, if it was already computed.
     """
     p = np.exp(log_params)
     near = nearness(first, second, log_params) if near is None else near
@@ -162,7 +162,7 @@ def distance(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarray:
     scale = np.exp(log_params[AMPLITUDES:])
     a, b = first.place / scale, second.place / scale
     # |a - b|² expanded: one matrix product instead of an (n, m, d) array. Rounding may make it
-    # negative; the least distance keeps its reciprocal, of which gradients are made, finite.
+    # negative; the minimum keeps its reciprocal, which gradients use, finite.
     gap = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
     return np.asarray(np.sqrt(np.maximum(gap, 0.0) + 1e-12))
 
@@ -199,7 +199,7 @@ def scaled_params(
 
 
 def weakened(params: np.ndarray, amplitude: float, noise: float) -> np.ndarray:
-    """Parameters with all amplitudes scaled, and the noise."""
+    """Parameters with scaled amplitudes and noise."""
     return scaled_params(params, amplitude, noise, smooth=amplitude)
 
 
@@ -211,34 +211,34 @@ def prior_variance(sites: Sites, params: np.ndarray) -> np.ndarray:
 
 
 def shared_leaves(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Share of the trees in which kernels end in the same leaf, shape ``(n, m)``.
+    """Fraction of the trees in which kernels share a leaf, shape ``(n, m)``.
 
     Args:
         first: Leaf of each tree, integers, shape ``(n, trees)``.
-        second: The same of others, shape ``(m, trees)``.
+        second: The same of other kernels, shape ``(m, trees)``.
     """
     same = np.zeros((len(first), len(second)), np.int32)
-    # Tree by tree: all at once would take memory of (n, m, trees).
+    # Tree by tree: all at once would take (n, m, trees) memory.
     for a, b in zip(first.T, second.T, strict=True):
         same += a[:, None] == b[None]
     return np.asarray(same / max(first.shape[1], 1))
 
 
 def leaf_variants(params: np.ndarray) -> Iterator[np.ndarray]:
-    """Parameters of the covariance that a device's samples choose among, as logarithms.
+    """Candidate parameters of the covariance, selected by a device's samples, as logarithms.
 
-    Slopes have no part in it: with leaves to show which kernels are alike, they carry errors to
-    kernels that have none (docs/operator-learning.md).
+    They have no slopes: these would transfer errors to kernels without any, while leaves already
+    show which kernels are similar (docs/operator-learning.md).
 
     Args:
-        params: Parameters whose length scales are kept; they have no effect between leaves.
+        params: Parameters whose length scales are kept; they have no effect with leaves.
     """
     for near, noise in product(NEAR, NOISE):
         yield _params(near, noise, params)
 
 
 def cautious_params(params: np.ndarray) -> np.ndarray:
-    """Return the variant that trusts samples least, for too few of them to choose one by.
+    """Return the variant that trusts samples least, for too few samples to select one.
 
     Args:
         params: As for :func:`leaf_variants`.

@@ -1,16 +1,15 @@
-"""Calibrates a kernel model to a device from a few kernels measured there, and to its speed now.
+"""Calibrates a kernel model to a device from a few measured kernels, and to its present speed.
 
-The errors of a model on a device that it was not trained on, or on another machine of the same
-kind, are mostly systematic. They are modelled as a Gaussian process over a few key features, with
-the covariance of :mod:`~opcast.models.adapt.gaussian_process`: slopes of compute, memory and
-launch, and errors shared by kernels that lie close together or are of the same kind and dtype.
+The errors of a model on an unseen device, or on another machine of the same kind, are mostly
+systematic. They are modelled as a Gaussian process over a few key features, with the covariance of
+:mod:`~opcast.models.adapt.gaussian_process`: slopes of compute, memory and launch, and errors
+shared by kernels that are close or have the same kind and dtype.
 
-A virtual machine shares its host: it may run at half the speed of the hour before, steadily. The
-anchors show by how much for arithmetic on all cores, for one core and for main memory; a kernel is
-scaled by the class that limits it. Only slower speeds move an estimate. A probe keeps the best of
-its readings as ceilings, but its anchors are what was typical at the time: where they are faster
-now, the probe was disturbed, and not the ceilings from which is predicted. Intervals hold both
-speeds in either case.
+A virtual machine shares its host and may run steadily at half the speed of the hour before.
+Reference benchmarks measure this for arithmetic on all cores, for one core and for main memory; a
+kernel is scaled by the class that limits it. Only slower speeds change an estimate: a probe keeps
+its best readings as ceilings but typical ones as references, so that a faster reference only means
+that the probe was disturbed, not that the ceilings were. Intervals include both speeds either way.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from .gaussian_process import MAX_SAMPLES, ErrorPosterior, left_out_errors
 if TYPE_CHECKING:
     from ..cost_model import CostModel
 
-#: Features that show how close two kernels are, with their typical spread over the kernels of
-#: models, which makes distances dimensionless. The spreads are engineering estimates.
+#: Features that determine the distance of two kernels, with their typical spread over the kernels
+#: of models, which makes distances dimensionless. The spreads are engineering estimates.
 KEYS = {
     "log_roofline_floor": 4.0,
     "compute_over_memory": 3.0,
@@ -48,8 +47,8 @@ KEYS = {
     "log_reduce_length": 4.0,
 }
 _DTYPES = "dtype_"
-#: Share by which a correction must lower the error of samples that are left out, or none is made: a
-#: shared machine drifts by more than that from one minute to the next. Engineering estimate.
+#: Least relative reduction of the held-out error by a correction: a shared machine drifts by more
+#: than that from one minute to the next. Engineering estimate.
 GAIN = 0.05
 
 
@@ -59,9 +58,9 @@ class DeviceCorrection:
 
     Attributes:
         correction: The Gaussian process.
-        stretch: Interval ends in units of the model's own half-width, from the errors of samples
+        stretch: Interval bounds in units of the model's half-width, from errors of samples
             predicted from samples of other programs.
-        order: Which of the measured kernels the samples are; not saved.
+        order: Indices of the samples among the measured kernels; not saved.
     """
 
     correction: ErrorPosterior
@@ -82,15 +81,15 @@ class DeviceCorrection:
         Args:
             table: Features of ``n`` kernels.
             device: Device they were measured on.
-            prediction: Their predictions by the model without correction.
+            prediction: Predictions of the model without correction.
             measured_s: Measured latencies in seconds, shape ``(n,)``, positive.
-            programs: Program or round of each, shape ``(n,)``: those of a program are alike, those
-                of a round met the machine at one speed, so they are not predicted from each other.
-                Each counts by itself by default.
+            programs: Program or round of each, shape ``(n,)``. Kernels of a program are similar and
+                those of a round met the machine at one speed, so they are not predicted from each
+                other. By default, each kernel is a separate group.
         """
         errors, groups = np.log(measured_s / prediction.latency), programs
         sites, half = kernel_sites(table, device), half_width(prediction)
-        # In random order: the strength of the correction is chosen on the first samples.
+        # In random order: the strength of the correction is selected on the first samples.
         order = np.random.default_rng(0).permutation(len(errors))[:MAX_SAMPLES]
         sites, errors, half = sites.take(order), errors[order], half[order]
         groups = None if groups is None else groups[order]
@@ -99,13 +98,13 @@ class DeviceCorrection:
         return cls(own, few_or_ends(left_out / half), order)
 
     def without(self, kernels: Sequence[int]) -> dict[int, float]:
-        """Correction of some measured kernels as learned from all others.
+        """Correction of some measured kernels, learned without them.
 
         Args:
-            kernels: Their places among those that were given to :meth:`fit`.
+            kernels: Their indices among the arguments of :meth:`fit`.
 
         Returns:
-            Expected ``log(measured / predicted)`` by place, of those that are samples.
+            Expected ``log(measured / predicted)`` by index, for those that are samples.
         """
         own = np.flatnonzero(np.isin(self.order, list(kernels)))
         inverse, weights = self.correction.inverse, self.correction.weights
@@ -127,7 +126,7 @@ class DeviceCorrection:
     def correct(
         self, prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
     ) -> KernelPrediction:
-        """Take the expected error out of predictions; equal kernels are computed once."""
+        """Remove the expected error from predictions; equal kernels are only computed once."""
         if not kernels:
             return prediction
         unique, index = distinct(kernels)
@@ -135,7 +134,7 @@ class DeviceCorrection:
         return self.shifted(prediction, mean)
 
     def shifted(self, prediction: KernelPrediction, mean: np.ndarray) -> KernelPrediction:
-        """Take the error ``mean`` out of predictions, and scale their intervals to the device."""
+        """Remove the error ``mean`` from predictions, and scale their intervals to the device."""
         latency = prediction.latency * np.exp(mean)
         half = half_width(prediction)
         lo, hi = latency * np.exp(self.stretch[0] * half), latency * np.exp(self.stretch[1] * half)
@@ -156,17 +155,16 @@ class DeviceCorrection:
 def prior_params() -> np.ndarray:
     """Parameters of the covariance before any sample.
 
-    Kernels of compiled programs err more by themselves, and less by the device, than operators of
-    libraries do, for which the covariance was made.
+    Errors of compiled kernels are more individual, and less due to the device, than those of
+    library operators, for which the covariance was made.
     """
-    # Engineering estimates, not fitted: there are not enough devices with kernel datasets to fit
-    # to.
+    # Engineering estimates, not fitted: there are too few devices with kernel datasets.
     return scaled_params(start_params(len(KEYS)), slopes=0.6, noise=3.0, smooth=0.5)
 
 
 def half_width(prediction: KernelPrediction) -> np.ndarray:
     """Half the width of intervals in log space, shape ``(n,)``."""
-    # The guards keep the logarithm finite and the width above zero, by which scores are divided.
+    # The guards keep the logarithm finite and the width, which divides scores, above zero.
     return np.asarray(0.5 * np.log(prediction.hi / np.maximum(prediction.lo, 1e-12)) + 1e-6)
 
 
@@ -180,7 +178,7 @@ def kernel_sites(table: KernelTable, device: DeviceSpec) -> Sites:
 
 def _shares(table: KernelTable, device: DeviceSpec) -> np.ndarray:
     """Shares of compute, memory and launch in roofline plus floor, shape ``(n, 3)``."""
-    # An error in proportion to one of these shares is an error of that peak, bandwidth or latency.
+    # An error proportional to one of these shares is an error of that peak, bandwidth or latency.
     launch = np.clip(device.floor / table.base_s, 0, 1)
     over = table.X[:, table.names.index("compute_over_memory")].astype(np.float64)
     compute = 1 / (1 + np.exp2(-2 * over))  # as squares, so that the larger one counts for more
@@ -195,20 +193,20 @@ def _dtypes(table: KernelTable) -> np.ndarray:
     return np.asarray(texts[code.reshape(-1)], object)
 
 
-#: Kinds whose kernels on a CPU run on all cores whatever the compiler states: their libraries
-#: divide the work themselves.
+#: Kinds of kernels that use all cores of a CPU whatever the compiler states: their libraries
+#: parallelize themselves.
 _PARALLEL = ("gemm", "conv")
 
 
 def at_present_speed(
     prediction: KernelPrediction, kernels: Sequence[Kernel], speed: Comparison
 ) -> KernelPrediction:
-    """Scale the latencies of kernels that are slower now; intervals hold both speeds.
+    """Scale the latencies of kernels that are slower now; intervals include both speeds.
 
     Args:
-        prediction: Of ``n`` kernels, at the speed of the device's measurement.
+        prediction: Prediction of ``n`` kernels, at the speed of the device's measurement.
         kernels: The kernels.
-        speed: Present speed relative to then, by class; empty changes nothing.
+        speed: Present speed relative to that, by class; empty changes nothing.
     """
     if not speed.ratios or not kernels:
         return prediction
@@ -217,7 +215,7 @@ def at_present_speed(
     return replace(
         prediction,
         latency=prediction.latency * slower,
-        # What was learned at the other speed may hold for part of a kernel: both are possible.
+        # The learned part may still hold at the other speed: both are possible.
         lo=prediction.lo * np.minimum(factor, 1.0),
         hi=prediction.hi * slower,
         unclamped=None if prediction.unclamped is None else prediction.unclamped * slower,
@@ -227,7 +225,7 @@ def at_present_speed(
 def at_higher_speed(
     prediction: KernelPrediction, kernels: Sequence[Kernel], speed: Comparison
 ) -> KernelPrediction:
-    """Scale the latencies of kernels whose class is faster now, for the lower end of a program."""
+    """Scale latencies of kernels whose class is faster now, for a program's lower bound."""
     factor = 1.0 / kernel_speeds(prediction.bound, kernels, speed.ratios)
     return replace(prediction, latency=prediction.latency * np.minimum(factor, 1.0))
 
@@ -235,7 +233,7 @@ def at_higher_speed(
 def program_at_present_speed(
     now: ProgramPrediction, others: Sequence[ProgramPrediction]
 ) -> ProgramPrediction:
-    """Widen the interval of a program at the present speed to hold those at other speeds."""
+    """Widen the interval of a program at the present speed to include those at other speeds."""
     every = [now, *others]
     return now._replace(lo=min(p.lo for p in every), hi=max(p.hi for p in every))
 
@@ -243,16 +241,16 @@ def program_at_present_speed(
 def in_program_at_speeds(
     model: CostModel, lowered: LoweredProgram, device: DeviceSpec, isolated: KernelPrediction
 ) -> tuple[KernelPrediction, ProgramPrediction]:
-    """Predict a program and its kernels in context, at the speeds that a device may have.
+    """Predict a program and its kernels in context, at the possible speeds of a device.
 
-    That is its present speed, where it differs from when the device was measured. Intervals hold
-    both, and what earlier measurements of its ceilings say.
+    The estimate is at the present speed, if it differs from that when the device was measured.
+    Intervals include both, and earlier measurements of the device's ceilings.
 
     Args:
         model: Predicts programs.
         lowered: The program.
         device: Its device.
-        isolated: The kernels by themselves, at the speed of the device's measurement.
+        isolated: Predictions of the kernels in isolation, at the measured speed of the device.
     """
     kernels, program = model.predict_in_program(lowered, device, isolated)
     others = []
@@ -281,12 +279,12 @@ def kernel_speeds(
     """Return the speed of each kernel relative to the device's measurement, shape ``(n,)``.
 
     Args:
-        bound: What limits each, of :class:`~opcast.features.table.roofline.Roofline`.
+        bound: Limiting term of each, from :class:`~opcast.features.table.roofline.Roofline`.
         kernels: The kernels.
-        ratios: Speed by class; a missing class runs as it did.
+        ratios: Speed by class; a missing class is unchanged.
     """
     row = rows(kernels)
-    # XLA states into how many parts it divides a loop, and nothing for one that stays on one core.
+    # XLA states the number of parts of a parallel loop, and nothing for a loop on one core.
     divided = row[:, INDEX["partitions"]] > 1
     library = row[:, INDEX["library"]] > 0
     parallel = divided | library | np.isin([k.kind for k in kernels], _PARALLEL)
@@ -294,5 +292,5 @@ def kernel_speeds(
         ratios.get(name, 1.0) for name in ("arithmetic", "single-thread", "bandwidth")
     )
     by_core = np.where(parallel, arithmetic, single)
-    # A latency holds for one core, whatever the kernel would be divided into.
+    # A latency is of one core, however the kernel is divided.
     return np.asarray(np.select([bound == "memory", bound == "latency"], [memory, single], by_core))

@@ -1,19 +1,19 @@
 """Calibrates a model to a device from a few samples: a Gaussian process on its errors there.
 
 The error of a model on a new device is mostly systematic: its compute, memory and launch are each a
-bit faster or slower than assumed, differently for every library, and kernels that lie close to each
-other err alike. So the covariance of two errors is
+bit faster or slower than assumed, differently for every library, and close kernels have similar
+errors. The covariance of two errors is
 
     w·w' (a0 + a1 [same op, dtype, backend] + a2 [same kernel])
       + exp(-d) (s0 + s1 [same op, dtype, backend] + s2 [same kernel])
 
-with ``w`` the shares of a kernel's time that compute, memory and launch have, and ``d`` the scaled
+with ``w`` the shares of compute, memory and launch in a kernel's time, and ``d`` the scaled
 distance of the key features (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006,
-chapters 2, 4 and 5). The variances and length scales are fitted once, to errors on devices left out
-of training, so that a handful of samples of a new device is enough.
+chapters 2, 4 and 5). The variances and length scales are fitted once, to errors on held-out
+devices, so that a handful of samples of a new device is enough.
 
-Where the sites name the leaves that a model's trees put kernels into, the share of trees in which
-two kernels meet takes the place of ``exp(-d)`` (:mod:`.covariance`).
+If the sites have tree leaves, the fraction of trees in which two kernels share a leaf replaces
+``exp(-d)`` (:mod:`.covariance`).
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ from .covariance import (
     weakened,
 )
 
-#: How far fitted parameters may lie from :func:`start_params`, in log space (a factor of 150):
+#: Largest distance of fitted parameters from :func:`start_params`, in log space (a factor of 150):
 #: keeps the covariance well conditioned where the errors do not determine a parameter.
 FARTHEST = 5.0
 #: Most samples: the time to invert their covariance grows with the cube of their number, and
 #: further ones hardly change the correction.
 MAX_SAMPLES = 1500
-#: Factors on amplitudes and noise that the samples of a device choose among: the fitted ones, or
-#: weaker corrections, never stronger ones. Engineering estimates.
+#: Candidate factors on amplitudes and noise, selected by the samples of a device: the fitted values
+#: or weaker corrections. Engineering estimates.
 AMPLITUDE_FACTORS, NOISE_FACTORS = (0.3, 0.6, 1.0), (1.0, 2.5, 6.0)
-#: Factors on the terms that all rows of a device share: libraries may err independently.
+#: Candidate factors on the terms that all rows of a device share: libraries may err independently.
 SHARED_FACTORS = (1.0, 0.3, 0.05)
-#: Factor on the amplitudes where left-out samples are predicted best without any correction.
+#: Factor on the amplitudes if held-out samples are predicted best without any correction.
 SMALLEST = 0.05
-#: Fewest samples for that choice, and most that it looks at: each of its 27 variants inverts their
-#: covariance.
+#: Fewest samples for that selection, and most samples that it uses: each of its 27 variants inverts
+#: their covariance.
 LEAST_CHOICE, MAX_CHOICE = 8, 400
 
 
 def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) -> np.ndarray:
-    """Variances and length scales that explain the errors on left-out devices.
+    """Fit variances and length scales to the errors on held-out devices.
 
-    Maximises the marginal likelihood, one Gaussian process a device, with a weak log-normal prior
+    Maximizes the marginal likelihood, one Gaussian process per device, with a weak log-normal prior
     around :func:`start_params`.
 
     Args:
-        tasks: Sites and errors of some rows of each device; a few hundred each are enough.
+        tasks: Sites and errors of some rows of each device; a few hundred each suffice.
         iterations: Steps of L-BFGS.
     """
     from scipy.optimize import minimize
@@ -73,7 +73,7 @@ def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) 
     start = start_params(tasks[0][0].place.shape[1])
 
     def loss(params: np.ndarray) -> tuple[float, np.ndarray]:
-        # A standard deviation of one log unit: two or three left-out devices determine few
+        # A standard deviation of one log unit: two or three held-out devices determine few
         # parameters.
         away = params - start
         value, slope = 0.5 * float((away**2).sum()), away.copy()
@@ -93,15 +93,15 @@ def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) 
 def negative_log_likelihood(
     params: np.ndarray, sites: Sites, errors: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Negative logarithm of a device's marginal likelihood, less a constant, and its gradient.
+    """Negative log marginal likelihood of a device, up to a constant, and its gradient.
 
-    Rasmussen and Williams, equations 5.8 and 5.9. Numerical differences would take a Cholesky
-    factorisation for every parameter.
+    Rasmussen and Williams, equations 5.8 and 5.9. Numerical differences would need a Cholesky
+    factorization per parameter.
 
     Args:
-        params: As from :func:`start_params`, shape ``(7 + keys,)``.
-        sites: Of ``n`` kernels.
-        errors: Of each, shape ``(n,)``.
+        params: Parameters as of :func:`start_params`, shape ``(7 + keys,)``.
+        sites: Sites of ``n`` kernels.
+        errors: Errors of the kernels, shape ``(n,)``.
 
     Returns:
         The value, and its derivatives by ``params``.
@@ -118,8 +118,8 @@ def negative_log_likelihood(
     factor = (lower, True)
     weights = cho_solve(factor, errors)
     value = float(0.5 * errors @ weights + np.log(np.diag(lower)).sum())
-    # Derivative by each entry of the covariance; by a parameter, the sum of its products with what
-    # the parameter changes there.
+    # Derivative by each entry of the covariance; the derivative by a parameter is the inner product
+    # with the entries' derivatives by it.
     by_entry = 0.5 * (cho_solve(factor, np.eye(count)) - np.outer(weights, weights))
     squares = np.exp(2 * params[:AMPLITUDES])
     coarse = sites.coarse[:, None] == sites.coarse[None]
@@ -141,15 +141,15 @@ def negative_log_likelihood(
 def left_out_errors(
     inverse: np.ndarray, weights: np.ndarray, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """Error left of each sample when it is predicted from the samples of other groups.
+    """Error of each sample when it is predicted from the samples of other groups.
 
     In closed form (Rasmussen and Williams, equation 5.12, and the same for blocks).
 
     Args:
         inverse: Inverse covariance of the samples, shape ``(n, n)``.
         weights: Its product with their errors, shape ``(n,)``.
-        groups: Group of each, shape ``(n,)``; each by itself by default, and where all are in one,
-            such as the kernels of a single trace, which would leave nothing to predict from.
+        groups: Group of each, shape ``(n,)``; by default, or with a single group such as the
+            kernels of one trace, each sample is a separate group.
     """
     if groups is None or len(np.unique(groups)) == 1:
         return np.asarray(weights / np.diag(inverse))
@@ -167,17 +167,18 @@ def chosen_params(
     groups: np.ndarray | None = None,
     gain: float = 0.0,
 ) -> np.ndarray:
-    """Parameters with amplitudes and noise scaled so that left-out samples are predicted best.
+    """Scale amplitudes and noise such that held-out samples are predicted best.
 
     A device may be closer to the known ones than they are to each other, or its errors rougher:
-    then the fitted amplitudes would weigh the samples too little or too much. Or the errors of its
-    libraries may be independent, so that shared terms count less. Each sample is
-    predicted from the samples of other groups (:func:`left_out_errors`); if no correction is better
-    than none by the share ``gain`` of the error, the smallest amplitudes are taken.
+    then the fitted amplitudes would weight the samples too little or too much. Or the errors of its
+    libraries may be independent, so that shared terms count less. Each sample is predicted from the
+    samples of other groups (:func:`left_out_errors`); if no correction reduces the error by the
+    fraction ``gain``, the smallest amplitudes are used.
     """
+    # The error without any correction, which every variant has to beat.
     # The error without any correction: what every variant has to beat.
     best, least = weakened(params, SMALLEST, 1.0), (1.0 - gain) * float(np.abs(errors).mean())
-    # Distances depend on the parameters that are the same in all variants.
+    # Distances depend only on parameters that all variants share.
     near = nearness(sites, sites, params)
     for scaled in _variants(params) if sites.leaves is None else leaf_variants(params):
         matrix = covariance(sites, sites, scaled, near)
@@ -192,7 +193,7 @@ def chosen_params(
 def _variants(params: np.ndarray) -> Iterator[np.ndarray]:
     for shared, amplitude, noise in product(SHARED_FACTORS, AMPLITUDE_FACTORS, NOISE_FACTORS):
         scaled = weakened(params, amplitude, noise)
-        # a0 and s0: the terms that rows share whatever their op, dtype and backend.
+        # a0 and s0: the terms shared by all ops, dtypes and backends.
         scaled[[0, 3]] += np.log(shared)
         yield scaled
 
@@ -206,12 +207,12 @@ class ErrorPosterior:
         sites: Sites of the samples.
         weights: Solution of the covariance for the samples' errors, shape ``(n,)``.
         inverse: Inverse covariance of the samples, shape ``(n, n)``.
-        scale: Factor on the standard deviation with which intervals cover the samples' own
-            left-out errors at the nominal rate.
+        scale: Factor on the standard deviation such that intervals cover the samples' held-out
+            errors at the nominal rate.
         count: Number of samples.
-        errors: Errors of the samples as given, shape ``(n,)``, from which it is saved.
-        left_out: Errors left of the samples, each predicted from the others, shape ``(n,)``; none
-            of fewer than :data:`LEAST_CHOICE`.
+        errors: Errors of the samples as given, shape ``(n,)``; saved.
+        left_out: Errors of the samples, each predicted from the others, shape ``(n,)``; empty with
+            fewer than :data:`LEAST_CHOICE`.
     """
 
     params: np.ndarray
@@ -240,15 +241,15 @@ class ErrorPosterior:
             sites: Sites of the samples.
             errors: ``log(measured / predicted)`` of the samples by the uncorrected model.
             choose: Whether to rescale ``params`` to the samples.
-            groups: Groups of samples that are alike, such as kernels of one program, shape
-                ``(n,)``: a sample is not predicted from its own group in that choice.
-            gain: Share by which a correction must lower the left-out error to be made at all.
+            groups: Groups of similar samples, such as kernels of one program, shape ``(n,)``: in
+                that selection a sample is not predicted from its own group.
+            gain: Least relative reduction of the held-out error for a correction to be made.
         """
         if len(errors) > MAX_SAMPLES:
             keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
             sites, errors = sites.take(keep), errors[keep]
             groups = None if groups is None else groups[keep]
-        # Single failed measurements must not bend the correction of all their neighbours; with 20
+        # Single failed measurements must not distort the correction of their neighbours; with 20
         # samples or fewer a percentile is no outlier.
         bounded = errors
         if len(errors) > 20:
@@ -263,28 +264,28 @@ class ErrorPosterior:
         inverse = np.linalg.inv(matrix)
         posterior = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
         if len(errors) >= LEAST_CHOICE:
-            # Left-out mean and variance in closed form: Rasmussen and Williams, equations 5.12.
+            # Held-out mean and variance in closed form: Rasmussen and Williams, equations 5.12.
             posterior.left_out = left_out_errors(inverse, posterior.weights)
             scores = posterior.left_out * np.sqrt(np.diag(inverse))
             low, high = few_or_ends(scores, NORMAL_90)
-            # One factor for both ends, the larger one: the process is symmetric. Above zero, even
-            # where all samples are exact.
+            # One factor for both bounds, the larger one: the process is symmetric. Above zero even
+            # if all samples are exact.
             posterior.scale = max(-low, high, 1e-6)
         return posterior
 
     def widening(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """Least factors on ends with which they hold the left-out errors, shape ``(n,)``.
+        """Least factors on bounds that make them cover the held-out errors, shape ``(n,)``.
 
         Args:
-            low: Lower ends in log space, at most 0, shape ``(n,)``.
-            high: Upper ends, at least 0, likewise.
+            low: Lower bounds in log space, at most 0, shape ``(n,)``.
+            high: Upper bounds, at least 0, likewise.
 
         Returns:
-            None below 1; infinite where too few samples tell.
+            Factors of at least 1; infinite with too few samples.
         """
         if not len(self.left_out):
             return np.full(len(low), np.inf)
-        # A table has few distinct ends; what rounding tells apart would be thousands.
+        # A table has few distinct bounds; rounding errors would make thousands.
         pairs, place = np.unique(np.round([-low, high], 9), axis=1, return_inverse=True)
         found = []
         for below, above in np.maximum(pairs.T, 1e-9):
@@ -294,7 +295,7 @@ class ErrorPosterior:
         return np.array(found)[place.ravel()]
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays to save: the samples, from which the matrices are computed again."""
+        """Arrays to save: the samples, from which the matrices are recomputed."""
         leaves = self.sites.leaves
         return {
             **({} if leaves is None else {"leaves": leaves}),
@@ -310,7 +311,7 @@ class ErrorPosterior:
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> ErrorPosterior:
         """Read :meth:`to_arrays`'s arrays, and condition on the samples again.
 
-        The saved parameters are those that the samples chose, so they are not chosen anew.
+        The saved parameters were already selected by the samples.
         """
         sites = Sites(
             arrays["place"].astype(np.float64),
@@ -325,7 +326,7 @@ class ErrorPosterior:
         """Mean error and half-width of its 90 % interval, both in log space, shape ``(n,)``."""
         mean = np.empty(len(sites))
         half = np.empty(len(sites))
-        # In pieces: the covariance with all samples takes memory in proportion to the rows.
+        # In pieces: the covariance with all samples takes memory proportional to the rows.
         for start in range(0, len(sites), 4096):
             part = sites.take(np.arange(start, min(start + 4096, len(sites))))
             cross = covariance(part, self.sites, self.params)

@@ -1,1 +1,1 @@
-"""Shared by all estimators: protocol, registry, folders on disk, tables and graphs of kernels."""
+"""Common parts of estimators: protocols, registry, model folders, tables and graphs of kernels."""

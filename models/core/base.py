@@ -24,14 +24,14 @@ class KernelPrediction:
 
     Attributes:
         latency: Predicted latency.
-        lo: Lower end of the 90 % interval.
-        hi: Upper end of the 90 % interval.
+        lo: Lower bound of the 90 % interval.
+        hi: Upper bound of the 90 % interval.
         bound: Limiting resource: ``compute``, ``memory``, ``latency`` or ``communication``.
         source: ``measured``, ``learned``, ``roofline`` or ``compiler``; an estimator with several
             routes adds a colon and the route (``learned:graph/linear``).
-        in_domain: Whether the kernel lies within what the model was trained on.
-        unclamped: Estimate in seconds before it was limited to what physics allows; ``None`` for a
-            model that limits nothing.
+        in_domain: Whether the kernel is in the domain of the training data.
+        unclamped: Estimate in seconds before limiting it to physical bounds; ``None`` for a model
+            without limits.
     """
 
     latency: np.ndarray
@@ -48,19 +48,19 @@ class KernelPrediction:
         return replace(self, **{name: c[index] for name, c in columns if c is not None})
 
     def put(self, at: np.ndarray, other: KernelPrediction) -> None:
-        """Enter the predictions of some positions."""
+        """Set the predictions at some positions."""
         for name in self.__slots__:
             if getattr(other, name) is not None:
                 getattr(self, name)[at] = getattr(other, name)
 
     def without(self, apart: np.ndarray) -> KernelPrediction:
-        """The predictions with no time for the kernels of a mask."""
+        """The predictions with zero time for the kernels of a mask."""
         none = {f: np.where(apart, 0.0, getattr(self, f)) for f in ("latency", "lo", "hi")}
         return replace(self, **none)
 
     @classmethod
     def empty(cls, n: int) -> KernelPrediction:
-        """Room for the predictions of ``n`` kernels."""
+        """Uninitialized predictions of ``n`` kernels."""
         latency, lo, hi = np.empty((3, n))
         bound, source = np.full((2, n), "", object)
         return cls(latency, lo, hi, bound, source, np.zeros(n, bool))
@@ -73,26 +73,26 @@ class KernelPrediction:
         source: str | np.ndarray,
         in_domain: np.ndarray | bool = False,
     ) -> KernelPrediction:
-        """Latencies with the ends of their intervals as logarithms of factors, bounds unknown."""
+        """Predictions from latencies and log interval bounds, with an empty ``bound``."""
         found = cls.empty(len(latency))
         found.latency[:], found.source[:], found.in_domain[:] = latency, source, in_domain
         found.lo[:], found.hi[:] = (latency * np.exp(end) for end in ends)
         return found
 
     def scaled(self, factor: np.ndarray | float) -> KernelPrediction:
-        """Latencies and both ends of their intervals times a factor."""
+        """Latencies and interval bounds times a factor."""
         own = {name: getattr(self, name) * factor for name in ("latency", "lo", "hi")}
         return replace(self, **own)
 
     @property
     def estimate(self) -> np.ndarray:
-        """The model's own estimate, not limited by physics, shape ``(n,)``."""
+        """The estimate before limiting it to physical bounds, shape ``(n,)``."""
         return self.latency if self.unclamped is None else self.unclamped
 
 
 def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
     """Distinct kernels, and the position of each of ``kernels`` among them, shape ``(n,)``."""
-    # By content hash: kernels of equal text take equal time, whatever their names.
+    # By content hash: kernels with equal text take equal time, whatever their names.
     first: dict[str, int] = {}
     index = np.array([first.setdefault(k.hash, len(first)) for k in kernels], np.intp)
     by_hash = {k.hash: k for k in kernels}
@@ -101,15 +101,15 @@ def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
 
 @dataclass(frozen=True)
 class Params:
-    """Keywords of an estimator with their defaults: the base of those of each."""
+    """Keywords of an estimator with their defaults; base class of each estimator's parameters."""
 
 
 class ModelBundle(Protocol):
-    """A saved model of programs or operators, as commands list, register and load it.
+    """A saved model of programs or operators, as listed, registered and loaded by commands.
 
     Attributes:
         devices: Devices that it was fitted or calibrated to, by name.
-        info: Provenance of its training: dataset hash, seed, metrics.
+        info: Provenance of the training: dataset hash, seed, metrics.
     """
 
     devices: dict[str, DeviceSpec]
@@ -170,14 +170,14 @@ class Estimator(Protocol):
 class TableEstimator(Estimator, Protocol):
     """An estimator that learns from and predicts rows of the feature table.
 
-    Cross-fitting computes the table once and hands out rows of it.
+    Cross-fitting computes the table once and passes rows of it.
     """
 
     domain: Domain | None
 
     @property
     def ranks(self) -> bool:
-        """Whether it learns an order, which depends on the rows that are compared."""
+        """Whether it learns an order, which depends on the compared rows."""
         ...
 
     def clone(self) -> Self:
@@ -205,5 +205,5 @@ class TableEstimator(Estimator, Protocol):
         predicted_s: np.ndarray,
         scores: np.ndarray | None = None,
     ) -> None:
-        """Set intervals and the domain's threshold from held-out predictions, shape ``(n,)``."""
+        """Calibrate intervals and the domain's threshold on held-out predictions, ``(n,)``."""
         ...

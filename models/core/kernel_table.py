@@ -1,6 +1,6 @@
-"""The input of estimators: a feature table of kernels with roofline, kind, platform and graphs.
+"""Input of estimators: a feature table of kernels with roofline, kind, platform and graphs.
 
-Graphs are built on first use, and once for equal kernels.
+Graphs are built on first use, once for equal kernels.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ...features.kernels.kernel import KINDS, Kernel
 if TYPE_CHECKING:
     from ...features.table.kernel_graph import KernelGraph
 
-#: Kernel texts parsed at a time. Parsed kernels take far more memory than their graphs, which alone
-#: are kept. Engineering estimate.
+#: Kernel texts parsed at a time. Parsed kernels take far more memory than their graphs, the only
+#: part that is kept. Engineering estimate.
 _CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGraphs:
-    """``g`` graphs one after the other, ``n`` nodes and ``m`` edges in all.
+    """``g`` concatenated graphs with ``n`` nodes and ``m`` edges in total.
 
     Attributes:
         opcode: As :attr:`KernelGraph.node_opcode`, int32, shape ``(n,)``.
         features: As :attr:`KernelGraph.node_features`, float32, shape ``(n, f)``.
         edges: Producer and user of every use by position among all nodes, int32, ``(2, m)``.
-        nodes: Nodes of each graph, int64, shape ``(g,)``.
-        uses: Edges of each graph, int64, shape ``(g,)``.
+        nodes: Number of nodes of each graph, int64, shape ``(g,)``.
+        uses: Number of edges of each graph, int64, shape ``(g,)``.
     """
 
     opcode: np.ndarray
@@ -65,7 +65,7 @@ class PackedGraphs:
         nodes, uses = self.nodes[which], self.uses[which]
         node_at = _ranges(_starts(self.nodes)[which], nodes)
         edge_at = _ranges(_starts(self.uses)[which], uses)
-        # Edges hold positions among all nodes, so they move with their graph.
+        # Edges refer to positions among all nodes, so they move with their graph.
         moved = _starts(nodes) - _starts(self.nodes)[which]
         return PackedGraphs(
             opcode=self.opcode[node_at],
@@ -99,11 +99,11 @@ class GraphStore:
 
 @dataclass(frozen=True, slots=True)
 class KernelGraphs:
-    """Graphs of the rows of a table, each kept once however many rows have its kernel.
+    """Graphs of the rows of a table, stored once per distinct kernel.
 
     Attributes:
         store: The graphs.
-        index: Position in the store of every row, int64, shape ``(rows,)``.
+        index: Position of every row's graph in the store, int64, shape ``(rows,)``.
     """
 
     store: GraphStore
@@ -113,7 +113,7 @@ class KernelGraphs:
     def of(
         cls, hashes: Sequence[str], sources: Sequence[Kernel | str | KernelGraph]
     ) -> KernelGraphs:
-        """Graphs of rows given by kernel hash and source; nothing is read yet."""
+        """Graphs of rows given by kernel hash and source; they are built later."""
         by_hash = dict(zip(hashes, sources, strict=True))
         place = {digest: at for at, digest in enumerate(by_hash)}
         return cls(GraphStore(by_hash), np.array([place[digest] for digest in hashes], np.int64))
@@ -124,7 +124,7 @@ class KernelGraphs:
 
     @property
     def packed(self) -> PackedGraphs:
-        """The graphs that :attr:`index` points into."""
+        """The graphs that :attr:`index` refers to."""
         return self.store.packed
 
     def take(self, rows: np.ndarray) -> KernelGraphs:
@@ -133,9 +133,9 @@ class KernelGraphs:
 
     @staticmethod
     def concatenate(parts: Sequence[KernelGraphs]) -> KernelGraphs:
-        """The rows of all parts, one after the other."""
+        """The rows of all parts, in order."""
         first = parts[0]
-        # Parts of one table: nothing to merge, and graphs that were built already are kept.
+        # Parts of one table: nothing to merge, and graphs that were already built are kept.
         if all(part.store is first.store for part in parts):
             return KernelGraphs(first.store, np.concatenate([part.index for part in parts]))
         sources = {h: s for part in parts for h, s in part.store.sources.items()}
@@ -163,16 +163,15 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``starts[i], starts[i] + 1, …`` for ``lengths[i]`` values each, one after the other."""
+    """``starts[i], starts[i] + 1, …`` with ``lengths[i]`` values each, concatenated."""
     first = np.repeat(starts - _starts(lengths), lengths)
     return np.asarray(first + np.arange(lengths.sum()))
 
 
-#: Platforms with separate cells. They are in the order of the cells, which saved models list by
-#: name.
+#: Platforms with separate cells, in the order of the cells, which saved models list by name.
 PLATFORMS = ("cpu", "gpu", "tpu")
-#: Names of the cells (platform × kind) that have intervals and a domain of their own; the last one
-#: takes all other kernels.
+#: Names of the cells (platform × kind), which have separate intervals and domains; the last one is
+#: for all other kernels.
 CELLS = (*(f"{platform}/{kind}" for platform in PLATFORMS for kind in KINDS), "other")
 _KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 #: Shortest time of a kernel in seconds: keeps logarithms finite for any device description.
@@ -180,7 +179,7 @@ _KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 SMALLEST = 1e-9
 
 
-#: Fields of :class:`KernelTable` with a value for every kernel.
+#: Fields of :class:`KernelTable` with a value per kernel.
 _COLUMNS = ("X", "base_s", "bound", "cell")
 
 
@@ -196,9 +195,9 @@ class KernelTable:
         bound: Limiting term of the roofline, shape ``(n,)``.
         cell: Index into :data:`CELLS`, shape ``(n,)``.
         schema: Digest of the feature schema.
-        graphs: Computation graphs of the kernels, for the estimators that look at them; they
-            cost nothing before they are used.
-        line_s: Roofline plus floor in seconds, shape ``(n,)``, where that differs from the base.
+        graphs: Computation graphs of the kernels, for estimators that use them; they are built on
+            first use.
+        line_s: Roofline plus floor in seconds, shape ``(n,)``, if it differs from the base.
     """
 
     X: np.ndarray
@@ -227,13 +226,13 @@ class KernelTable:
         return replace(self, graphs=graphs, line_s=line_s, **columns)
 
     def with_names(self, names: tuple[str, ...]) -> KernelTable:
-        """The table with the features of another platform, for a model that was trained there.
+        """The table with the features of a model that was trained on another platform.
 
-        Features of a TPU are appended to the common ones, so one list begins with the other.
+        TPU features are appended to the common ones, so that one list is a prefix of the other.
 
         Args:
-            names: Names of the features. Those that this table lacks at the end are zero; those
-                that it has beyond are dropped. Unrelated names leave the table as it is.
+            names: Names of the features. Missing ones at the end are zero, additional ones are
+                dropped. Unrelated names leave the table unchanged.
         """
         n, width = self.X.shape
         shared = min(width, len(names))
@@ -266,9 +265,9 @@ def kernel_table(
 
 
 def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
-    """Tables one after the other; graphs are kept if all of them have some.
+    """Concatenate tables; graphs are kept if all tables have them.
 
-    Features of the widest are kept: TPUs' own are zero for the other platforms.
+    The widest feature set is used: TPU features are zero for other platforms.
     """
     first = max(tables, key=lambda table: len(table.names))
     tables = [table.with_names(first.names) for table in tables]
@@ -285,16 +284,16 @@ def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
 
 
 def by_cell(names: Iterable[object], values: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Rows of today's cells, of those that a model lists by name: cells are added with kinds."""
+    """Reorder a saved model's rows of cells to the current cells, which grow with new kinds."""
     stored = {str(name): index for index, name in enumerate(names)}
     return np.stack([values[stored[c]] if c in stored else missing for c in CELLS])
 
 
 def check_cells(names: Iterable[object]) -> None:
-    """Check that a model lists today's cells.
+    """Check that a saved model has the current cells.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The cells differ.
     """
     if [str(name) for name in names] != list(CELLS):
         raise ValueError("cells of the saved model differ from this version's")

@@ -1,4 +1,4 @@
-"""Finds estimators by name: opcast's own, and others from entry points ``opcast.estimators``."""
+"""Finds estimators by name: opcast's, and others from entry points ``opcast.estimators``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # the command line asks for names before anything needs NumPy
     from .base import Estimator
 
 GROUP = "opcast.estimators"
-#: Opcast's own by class path, so that they are found even if the package is not installed; imported
-#: on use, since some need heavy libraries.
+#: opcast's estimators by class path, so that they are found even if the package is not installed;
+#: imported on use, since some need heavy libraries.
 _OWN = {
     "roofline": "..estimators.linear:RooflineEstimator",
     "ridge": "..estimators.linear:RidgeEstimator",
@@ -31,7 +31,7 @@ _OWN = {
     "iree": "..simulators.iree:IreeEstimator",
     "compiler": "..estimators.tpu:CompilerEstimator",
 }
-#: opcast's own estimators that predict without training.
+#: opcast's estimators that predict without training.
 UNTRAINED = ("roofline", "scalesim", "zigzag", "iree", "compiler")
 
 
@@ -65,8 +65,8 @@ def make_estimator(name: str, **params: object) -> Estimator:
     """An unfitted estimator.
 
     Args:
-        name: As in :func:`estimator_names`.
-        params: Its own parameters.
+        name: One of :func:`estimator_names`.
+        params: Parameters of the estimator.
 
     Raises:
         ModelError: No such estimator, or it does not take a parameter.
@@ -83,13 +83,9 @@ def _foreign() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in _OWN}
 
 
-#: Folder of the models that come with the package.
+#: Folder of the shipped models.
 PRETRAINED = PACKAGE / "models" / "pretrained"
-
-
-#: Model of library operators.
+#: Shipped model of library operators.
 OPERATOR_MODEL = "gpu-operators"
-
-
-#: Models of programs by platform.
+#: Shipped models of programs by platform.
 CPU_MODEL, GPU_MODEL, TPU_MODEL = "cpu-xgboost", "gpu-xla", "tpu-xgboost"

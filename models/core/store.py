@@ -1,7 +1,7 @@
-"""Model folders: a manifest with digests, and weights without pickle; models of one JSON file.
+"""Model folders: a manifest with digests, and weights without pickle; models in one JSON file.
 
-A folder is written beside its place and renamed into it, so that a half-written model is never
-found. Reading checks the format, the feature schema and the digest of every file.
+A folder is written next to its target and renamed, so that no half-written model is ever found.
+Reading checks the format, the feature schema and the digest of every file.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MANIFEST = "manifest.json"
 _ADDED = ("format", "libraries", "files")
 #: Value of ``kind`` in the manifest of a model of library operators.
 OPERATORS = "operators"
-#: What reading a manifest with unexpected contents may raise. A manifest is untrusted input: any
-#: value in it may have the wrong type, be missing or be absurdly large or deep.
+#: Errors that reading a manifest with unexpected contents may raise. A manifest is untrusted input:
+#: any value may have the wrong type, be missing or be absurdly large or deep.
 DAMAGE = (
     KeyError,
     TypeError,
@@ -48,10 +48,10 @@ DAMAGE = (
     RecursionError,
     MemoryError,
 )
-#: Most bytes that the arrays of one file may unpack to: a compressed archive of a few kilobytes
-#: could otherwise fill the memory. 2 GiB is far above the largest model.
+#: Most bytes that the arrays of one file may unpack to, against decompression bombs. 2 GiB is far
+#: above the largest model.
 MAX_ARRAYS = 2**31
-#: Libraries whose versions are kept in the manifest, to explain differences between predictions.
+#: Libraries whose versions are stored in the manifest, to explain differences between predictions.
 _LIBRARIES = (
     "opcast",
     "numpy",
@@ -69,7 +69,7 @@ def write_folder(path: Path, manifest: Mapping[str, object], files: Mapping[str,
     """Write a model folder in one step; replaces an earlier model at the same place.
 
     Args:
-        path: The folder. Its parent is made if needed.
+        path: The folder. Its parent is created if needed.
         manifest: Plain data; format, library versions and file digests are added.
         files: Contents by relative name.
 
@@ -78,7 +78,7 @@ def write_folder(path: Path, manifest: Mapping[str, object], files: Mapping[str,
         FileError: The place cannot be written, or the disk is full.
     """
     path = Path(path)
-    # A mistyped path must not cost the user a folder.
+    # A mistyped path must not destroy a user's folder.
     if path.exists() and not (path / MANIFEST).is_file() and not _is_empty(path):
         raise ModelError("will not overwrite: not a model folder", where=str(path))
     # In the same folder, so that the rename stays on one file system and is atomic.
@@ -103,7 +103,7 @@ def write_folder(path: Path, manifest: Mapping[str, object], files: Mapping[str,
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_write(path, error) from error
-    # Ctrl-C, too, leaves nothing half-written behind.
+    # Interrupting by Ctrl-C must leave nothing half-written either.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -113,7 +113,7 @@ def read_manifest(path: Path) -> JsonObject:
     """Read and check a model folder's manifest.
 
     Raises:
-        ModelError: It is missing, not JSON, or of a format that this version does not read.
+        ModelError: It is missing, not JSON, or of an unsupported format.
     """
     file = Path(path) / MANIFEST
     try:
@@ -122,7 +122,7 @@ def read_manifest(path: Path) -> JsonObject:
         raise ModelError("not a model folder: no manifest.json", where=str(path)) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"manifest cannot be read: {error}", where=str(file)) from None
-    # JSON may hold a list or a number at the top.
+    # JSON may have a list or a number at the top.
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version not in READS:
         raise ModelError(
@@ -141,7 +141,7 @@ def read_files(
     Args:
         path: The model folder.
         manifest: Its manifest.
-        under: Folders whose files alone are read; all files by default.
+        under: Top-level folders to read; all files by default.
 
     Raises:
         ModelError: A file is missing or its digest differs.
@@ -171,12 +171,12 @@ def read_files(
 
 
 class JsonModel(ABC):
-    """A model that is one JSON file.
+    """A model in a single JSON file.
 
     Attributes:
-        form: Number of the format that this version writes and reads.
-        what: What it predicts, which is also the name of the file that ships.
-        command: The command of opcast that makes another; ``what`` stands in it in braces.
+        form: Format number that this version writes and reads.
+        what: What the model predicts, also the name of the shipped file.
+        command: opcast command that trains another model; ``{what}`` is replaced.
     """
 
     form: ClassVar[int]
@@ -185,19 +185,19 @@ class JsonModel(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
 
     @classmethod
     @abstractmethod
     def from_dict(cls, data: JsonMapping) -> Self:
-        """Read :meth:`to_dict`'s data; anything in :data:`DAMAGE` says that they are damaged."""
+        """Read :meth:`to_dict`'s data; raises one of :data:`DAMAGE` if it is damaged."""
 
     def save(self, path: Path) -> None:
-        """Write the model as one JSON file; its folder is made if needed."""
+        """Write the model as one JSON file; its folder is created if needed."""
         write_text(path, self.text({"format": self.form, **self.to_dict()}))
 
     def text(self, data: JsonMapping) -> str:
-        """The file of data: without spaces, since such files ship."""
+        """JSON text of the data, without spaces, since such files ship."""
         return json.dumps(data, separators=(",", ":"))
 
     @classmethod
@@ -221,7 +221,7 @@ class JsonModel(ABC):
 
     @classmethod
     def find(cls, name: str = "default") -> Self:
-        """The model that ships with the package (``default``), read once, or one from a file.
+        """The shipped model (``default``), read once, or a model from a file.
 
         Raises:
             ModelError: The file is missing, damaged, or of another format.
@@ -240,14 +240,14 @@ def predicts_operators(manifest: Mapping[str, object]) -> bool:
 
 
 def training_info(manifest: Mapping[str, object], own: Collection[str]) -> dict[str, object]:
-    """Provenance in a manifest: all entries but the folder's and the ``own`` ones."""
+    """Provenance in a manifest: all entries except those of the folder and the ``own`` ones."""
     return {k: v for k, v in manifest.items() if k not in _ADDED and k not in own}
 
 
 def folder_digest(*folders: Path) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of model folders, in their order.
+    """First 16 hexadecimal digits of the SHA-256 of model folders, in order.
 
-    The manifests are digested, which list the digests of all other files.
+    It is computed from the manifests, which list the digests of all other files.
     """
     digest = hashlib.sha256()
     for folder in folders:
@@ -256,7 +256,7 @@ def folder_digest(*folders: Path) -> str:
 
 
 def contents_of(save: Callable[[Path], object]) -> dict[str, bytes]:
-    """Files that ``save`` writes below the folder it is given, by relative name.
+    """Files that ``save`` writes below the given folder, by relative name.
 
     A bundle saves its parts this way, so that :func:`write_folder` writes everything in one step.
     """
@@ -282,13 +282,13 @@ def check_estimator(path: Path, manifest: Mapping[str, object], name: str) -> No
 def check_schema(
     path: Path, manifest: Mapping[str, object], expected: str, *, kind: str = "feature"
 ) -> None:
-    """Check that a model was trained on today's features.
+    """Check that a model was trained on the current features.
 
     Args:
         path: The model folder.
         manifest: Its manifest.
-        expected: Digest of today's schema.
-        kind: Schema to check: ``feature``, or ``graph`` for models that look at graphs.
+        expected: Digest of the current schema.
+        kind: Schema to check: ``feature``, or ``graph`` for models on graphs.
 
     Raises:
         ModelError: The schema hash differs.
@@ -310,7 +310,7 @@ def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, np.ndarray]:
-    """Arrays of a ``.npz``; pickled objects are refused.
+    """Arrays of a ``.npz``; pickled objects are rejected.
 
     Raises:
         ValueError: The bytes are not an archive, are damaged, hold objects, or unpack to more than
@@ -321,7 +321,7 @@ def unpack(data: bytes) -> dict[str, np.ndarray]:
             # Sizes from the archive's directory, before anything is unpacked.
             if sum(entry.file_size for entry in archive.infolist()) > MAX_ARRAYS:
                 raise ValueError(f"its arrays take more than {MAX_ARRAYS} bytes")
-        # A pickled object would run code when it is loaded.
+        # Loading a pickled object would execute code.
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, NotImplementedError) as error:
@@ -351,13 +351,13 @@ def unpack_tensors(data: bytes) -> dict[str, np.ndarray]:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what a model's numbers may depend on."""
+    """Versions of libraries that a model's numbers may depend on."""
     return {"python": platform.python_version()} | installed(_LIBRARIES)
 
 
 def _swap(partial: Path, path: Path) -> None:
     """Rename ``partial`` to ``path``; delete the former folder once the new one is in place."""
-    # Two renames rather than one, since a folder cannot be renamed onto one that is not empty.
+    # Two renames, since a folder cannot be renamed onto one that is not empty.
     old = partial.with_name(partial.name + ".old")
     if path.exists():
         path.rename(old)
@@ -371,13 +371,13 @@ def _swap(partial: Path, path: Path) -> None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Path of a regular file inside a model folder; links that lead out of it are refused.
+    """Path of a regular file inside a model folder; links that lead out of it are rejected.
 
     Raises:
-        ModelError: It lies outside the folder, or is a device, a pipe or a folder.
+        ModelError: It is outside the folder, or is a device, a pipe or a folder.
     """
     file = folder / name
-    # A manifest is untrusted: its names must not lead out of the folder, by dots or by links.
+    # A manifest is untrusted: its names must not lead out of the folder by dots or links.
     outside = ".." in Path(name).parts or Path(name).is_absolute() or "\0" in name
     if outside or not file.resolve().is_relative_to(folder.resolve()):
         raise ModelError(f"manifest names a file outside the folder: {name}", where=str(folder))

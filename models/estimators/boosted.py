@@ -21,18 +21,19 @@ from .xgboost_trees import SUFFIX, BoostedTrees, compact, saved_trees
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: Objectives by our names, as XGBoost calls them.
+#: XGBoost's names of the objectives.
 OBJECTIVES = {
     "absolute": "reg:absoluteerror",
     "squared": "reg:squarederror",
     "pairwise": "rank:pairwise",
 }
-#: Least rows that are sorted by their leaves of some trees before all trees are walked:
-#: the nodes that neighbours pass are then in the cache, which makes large models 1.6 times faster.
+#: Fewest rows to sort by their leaves of the first trees before all trees are evaluated:
+#: neighbouring rows then share cached nodes, which makes large models 1.6 times faster.
 MANY, FIRST_TREES = 512, 6
-#: Trees that all rows walk before the next ones: XGBoost takes 64 rows through all trees, which do
-#: not fit into a core's cache of a megabyte (700 trees of 1,100 nodes are 16 MB), and reads them
-#: again for the next 64. Two to three times faster for such models; 20 to 50 trees are alike.
+#: Trees that all rows are evaluated on before the next ones: XGBoost takes 64 rows through all
+#: trees, which do not fit into a core's cache of a megabyte (700 trees of 1,100 nodes are 16 MB),
+#: and reads them again for the next 64. Two to three times faster for such models; 20 to 50 trees
+#: are equally fast.
 SLICE = 32
 #: File of the trees, whole or compact.
 _TREES = {False: "joint.ubj", True: f"joint{SUFFIX}"}
@@ -45,7 +46,7 @@ class BoostedParams(Params):
     """Parameters of boosted trees.
 
     Attributes:
-        rounds: Most boosting rounds; early stopping ends sooner.
+        rounds: Most boosting rounds; early stopping may use fewer.
         max_depth: Depth of a tree.
         learning_rate: Shrinkage.
         min_child_weight: Least sum of weights in a leaf.
@@ -58,7 +59,7 @@ class BoostedParams(Params):
         stop_rounds: Rounds without improvement before stopping; 0 grows all rounds on all rows.
         seed: Random state.
         n_jobs: Threads. More threads than free cores are far slower than one.
-        compact: Whether to save compressed, without what only training and TreeSHAP need.
+        compact: Whether to save compressed, without data that only training and TreeSHAP need.
     """
 
     rounds: int = 600
@@ -79,9 +80,9 @@ class BoostedParams(Params):
 class XGBoostEstimator(TabularEstimator):
     """Histogram-grown boosted trees with a robust loss and early stopping.
 
-    The default loss is the absolute error of the log-ratio: its minimiser is the median, which
-    suits absolute percentage errors, and outliers among the labels (interrupts, other jobs on the
-    machine) do not pull it.
+    The default loss is the absolute error of the log-ratio: it is minimized by the median, which
+    suits absolute percentage errors, and is robust to outliers among the labels (interrupts, other
+    jobs on the machine).
     """
 
     name = "xgboost"
@@ -104,12 +105,11 @@ class XGBoostEstimator(TabularEstimator):
 
     @property
     def ranks(self) -> bool:
-        """Whether it learns an order, within queries."""
+        """Whether it learns an order within queries."""
         return bool(self.params.objective == "pairwise")
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
-        # Constant columns (other devices, unused libraries) would only cost time and dilute the
-        # draw of columns.
+        # Constant columns (other devices, unused libraries) cost time and dilute the column draw.
         self._covers = True
         varying = table.X.min(axis=0) < table.X.max(axis=0)
         self._columns = np.flatnonzero(varying if varying.any() else ~varying).astype(np.int32)
@@ -133,7 +133,7 @@ class XGBoostEstimator(TabularEstimator):
             self.params.stop_rounds,
         )
         self._trees = BoostedTrees(booster)
-        # Scores of rows that the trees were grown on are too good; the map needs honest ones.
+        # Scores on training rows are overfitted; the map needs held-out ones.
         held = np.flatnonzero(stop) if stopping else np.arange(len(target))
         part = table.take(held)
         latency = np.log(part.base_s) + target[held]
@@ -142,8 +142,8 @@ class XGBoostEstimator(TabularEstimator):
     def _scores(self, table: KernelTable) -> np.ndarray:
         """Scores of the order, shape ``(n,)``: higher is slower."""
         values = np.take(table.X, self._columns, axis=1)
-        # A base margin of zero takes the intercept out, as in training, where it was log(roofline +
-        # floor).
+        # A base margin of zero removes the intercept, as in training, where it was
+        # log(roofline + floor).
         start = np.zeros(len(table), np.float32)
         margin = self._fitted.booster.inplace_predict(
             values, validate_features=False, base_margin=start
@@ -177,7 +177,7 @@ class XGBoostEstimator(TabularEstimator):
             )
         return {
             "objective": OBJECTIVES[p.objective],
-            # Early stopping looks at the absolute error whatever the loss: it is what is reported.
+            # Early stopping uses the absolute error for any loss: it is what is reported.
             "eval_metric": "mae",
             "tree_method": "hist",
             "max_depth": p.max_depth,
@@ -206,7 +206,7 @@ class XGBoostEstimator(TabularEstimator):
         return _predict(trees.booster, values) if sums is None else sums
 
     def leaves(self, table: KernelTable) -> np.ndarray:
-        """Leaf of each tree that a row ends in, int32, shape ``(n, trees)``."""
+        """Leaf of each tree that a row falls into, int32, shape ``(n, trees)``."""
         import xgboost as xgb
 
         booster = self._fitted.booster
@@ -219,8 +219,8 @@ class XGBoostEstimator(TabularEstimator):
     def contributions(self, table: KernelTable) -> np.ndarray | None:
         """TreeSHAP values (Lundberg et al., Nature Machine Intelligence 2, 2020) by feature.
 
-        ``None`` with ``pairwise``, whose trees add up to a score, not to the log-ratio, and for
-        trees that were saved with ``compact``, which have no covers.
+        ``None`` with ``pairwise``, whose trees sum to a score rather than the log-ratio, and for
+        trees saved with ``compact``, which lack the covers.
         """
         if self.ranks or not self._covers:
             return None
@@ -260,8 +260,8 @@ def _predict(booster: Booster, values: np.ndarray) -> np.ndarray:
     ordered, sums = values[order], np.empty(len(values))
     rounds, margin = booster.num_boosted_rounds(), None
     for first in range(0, rounds, SLICE):
-        # Trees go on from the sums of those before, so that they add up in the order of all at
-        # once, to the last bit.
+        # Each slice starts from the sums of the previous ones, so that the additions have the order
+        # of a single pass and the result is the same to the last bit.
         margin = booster.inplace_predict(
             ordered,
             validate_features=False,
@@ -273,7 +273,7 @@ def _predict(booster: Booster, values: np.ndarray) -> np.ndarray:
 
 
 def _alike(booster: Booster, values: np.ndarray) -> np.ndarray:
-    """Order of rows in which rows that share leaves of the first trees are neighbours."""
+    """Order of rows in which rows that share leaves of the first trees are adjacent."""
     import xgboost as xgb
 
     few = (0, min(FIRST_TREES, booster.num_boosted_rounds()))

@@ -18,14 +18,14 @@ from ..core.store import contents_of, pack, unpack
 from ..training_data.splits import balanced_folds
 from .tabular import TabularEstimator
 
-#: A cell gets its own weights from this many rows on; fewer do not separate members reliably.
+#: Fewest rows for separate weights of a cell; fewer do not distinguish members reliably.
 #: Engineering estimate; not fitted.
 MIN_CELL_ROWS = 100
-#: Residuals in log space below this (2 %, far less than the labels' noise) count alike, so that
-#: exact hits, whose weight would be unbounded, do not rule the fit.
+#: Residuals in log space are clipped below at this (2 %, far less than the labels' noise), so that
+#: exact hits, whose weight would be unbounded, do not dominate the fit.
 _SMALLEST_RESIDUAL = 0.02
-#: Weight of the equation "the weights sum to one" against all the others: makes it nearly exact in
-#: a least-squares solver without constraints; the division at the end does the rest.
+#: Weight of the equation "the weights sum to one", which makes it nearly exact in an unconstrained
+#: least-squares solver; the final division does the rest.
 _SUM_TO_ONE = 1e4
 #: Reweightings; the weights change little after a few.
 _ROUNDS = 10
@@ -37,10 +37,10 @@ def blend_weights(
     """Fit weights by cell, shape ``(cells, members)``.
 
     Args:
-        predictions: Log-ratios by members that did not see the row, shape ``(n, members)``.
+        predictions: Log-ratios by members fitted without the row, shape ``(n, members)``.
         target: True log-ratios, shape ``(n,)``.
         cell: Cell of every row, shape ``(n,)``.
-        shrinkage: Weight of the equal weights, in rows.
+        shrinkage: Weight of equal weights, in rows.
     """
     members = predictions.shape[1]
     if not len(target):
@@ -54,18 +54,18 @@ def blend_weights(
 
 
 def simplex_weights(predictions: np.ndarray, target: np.ndarray, shrinkage: float) -> np.ndarray:
-    """Fit weights of least absolute error, shape ``(members,)``.
+    """Fit weights with least absolute error, shape ``(members,)``.
 
     Least absolute deviations by iteratively reweighted least squares, each a non-negative least
     squares problem (Lawson & Hanson, Solving Least Squares Problems, 1974) with an equation for
-    the sum. The penalty ``shrinkage · s · |w - 1/m|²``, where ``s`` is the weighted mean square by
-    which a row's predictions differ from their mean, counts as that many further rows whose truth
-    is the plain mean.
+    the sum. The penalty ``shrinkage · s · |w - 1/m|²``, where ``s`` is the weighted mean squared
+    deviation of a row's predictions from their mean, acts like ``shrinkage`` additional rows whose
+    target is the plain mean.
 
     Args:
         predictions: Shape ``(n, members)``.
         target: Shape ``(n,)``.
-        shrinkage: Rows' worth of the equal weights; 0 fits freely.
+        shrinkage: Weight of equal weights, in rows; 0 for none.
     """
     from scipy.optimize import nnls
 
@@ -99,10 +99,10 @@ class EnsembleParams(Params):
     """Parameters of the ensemble.
 
     Attributes:
-        members: Names of estimators that work on the feature table.
+        members: Names of estimators on the feature table.
         member_params: Parameters by member.
-        inner_folds: Folds behind the weights.
-        shrinkage: Weight of the equal weights, in rows; more keeps closer to them.
+        inner_folds: Folds for fitting the weights.
+        shrinkage: Weight of equal weights, in rows.
         seed: Seed of the folds and of members that take one.
         n_jobs: Threads of members that take them.
     """
@@ -115,17 +115,16 @@ class EnsembleParams(Params):
     n_jobs: int = 1
 
     def __post_init__(self) -> None:
-        # Comparable with what a model folder holds, which is a list.
+        # Comparable with a model folder's list.
         object.__setattr__(self, "members", tuple(self.members))
 
 
 class EnsembleEstimator(TabularEstimator):
     """Weighted mean of the members' log-ratios (stacking; Wolpert, Neural Networks 5, 1992).
 
-    The weights are non-negative and sum to one. They are fitted to predictions of rows that the
-    members were not fitted to: the rows are cut into folds by group, and of each fold's fitting
-    rows those that equal one of its held-out rows in every feature are dropped. A cell with few
-    rows takes the weights of all cells together.
+    The weights are non-negative and sum to one. They are fitted to predictions of held-out rows:
+    the rows are split into folds by group, and rows that equal a held-out row in every feature are
+    removed from the fold's training rows. A cell with few rows takes the weights of all cells.
 
     Args:
         params: Fields of :class:`EnsembleParams`.
@@ -151,7 +150,7 @@ class EnsembleEstimator(TabularEstimator):
         return cast("TabularEstimator", make_estimator(name, **self.member_params(name)))
 
     def member_params(self, name: str) -> dict[str, object]:
-        """What a member is made with: seed and threads if it takes them, and its own parameters."""
+        """Parameters of a member: seed and threads if it takes them, and its own."""
         accepted = _accepted(name)
         general = {k: v for k, v in self.settings.items() if k in accepted & {"seed", "n_jobs"}}
         return {**general, **self.params.member_params.get(name, {})}
@@ -167,7 +166,7 @@ class EnsembleEstimator(TabularEstimator):
     def _fitted(
         self, table: KernelTable, target: np.ndarray, groups: np.ndarray
     ) -> dict[str, TabularEstimator]:
-        """Members fitted to all rows of a table; intervals and domain are the ensemble's alone."""
+        """Members fitted to all rows of a table; only the ensemble has intervals and a domain."""
         latency = table.base_s * np.exp(target)
         made = {}
         for name in self.params.members:
@@ -176,7 +175,7 @@ class EnsembleEstimator(TabularEstimator):
         return made
 
     def _held_out(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Log-ratios by members that did not see the row, shape ``(n, members)``; nan if none."""
+        """Log-ratios by members fitted without the row, ``(n, members)``; NaN without any."""
         held = np.full((len(table), len(self.params.members)), np.nan)
         fold, same = (
             balanced_folds(groups, self.params.inner_folds, self.params.seed),
@@ -184,7 +183,7 @@ class EnsembleEstimator(TabularEstimator):
         )
         for number in np.unique(fold):
             test = fold == number
-            # Equal kernels under different names would let a member recall the held-out label.
+            # Equal kernels under different names would reveal the held-out label.
             train = ~test & ~np.isin(same, same[test])
             if not train.any():
                 continue
@@ -213,7 +212,7 @@ class EnsembleEstimator(TabularEstimator):
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
         arrays = unpack(files[_FILE])
-        # Cells that a former version did not have take equal weights.
+        # Cells that an earlier version lacked take equal weights.
         equal = np.full(len(self.params.members), 1.0 / len(self.params.members))
         self.weights = by_cell(arrays["cells"], arrays["weights"], equal)
 
@@ -261,7 +260,7 @@ def _ratios(members: Mapping[str, TabularEstimator], table: KernelTable) -> np.n
 
 def _twins(table: KernelTable) -> np.ndarray:
     """A number for every row, equal for rows that agree in every feature, shape ``(n,)``."""
-    # Each row is compared as one block of bytes, which is much faster than column by column.
+    # Comparing each row as one block of bytes is much faster than column by column.
     rows = np.ascontiguousarray(table.X)
     whole = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel()
     return np.asarray(np.unique(whole, return_inverse=True)[1])

@@ -40,12 +40,12 @@ class ForestParams(Params):
 
 
 class ForestEstimator(TabularEstimator):
-    """Forest of extremely randomised trees (Geurts et al., Machine Learning 63, 2006).
+    """Forest of extremely randomized trees (Geurts et al., Machine Learning 63, 2006).
 
-    Thresholds are drawn at random and the best of the drawn splits is taken: several times faster
-    to grow on hundreds of features than a classic random forest, and about as accurate. The trees
-    are exported to arrays right after fitting and predictions always come from those, so that a
-    loaded forest predicts bit for bit what the fitted one did.
+    Thresholds are drawn at random and the best of the drawn splits is used: several times faster to
+    grow on hundreds of features than a classic random forest, and about as accurate. The trees are
+    exported to arrays right after fitting and predictions always use those, so that a loaded forest
+    predicts bit for bit the same as the fitted one.
     """
 
     name = "forest"
@@ -108,8 +108,7 @@ def export_trees(trees: Sequence[Any]) -> dict[str, np.ndarray]:
     rounded[above] = np.nextafter(rounded[above], np.float32(-np.inf))
     return {
         "root": start[:-1].astype(np.int32),
-        # Leaves have feature -2 there; any valid column does, since both children are the leaf
-        # itself.
+        # Leaves have feature -2; any valid column works, since both children are the leaf itself.
         "feature": np.concatenate([np.maximum(t.feature, 0) for t in trees]).astype(np.int16),
         "threshold": rounded,
         "left": np.concatenate(left).astype(np.int32),
@@ -134,7 +133,7 @@ def walk(trees: Mapping[str, np.ndarray], values: np.ndarray) -> np.ndarray:
             at = node[moving]
             goes_left = values[moving, trees["feature"][at]] <= trees["threshold"][at]
             node[moving] = np.where(goes_left, left[at], right[at])
-            # Rows that have reached a leaf leave the walk.
+            # Rows that have reached a leaf are done.
             moving = moving[left[node[moving]] != node[moving]]
         total += trees["value"][node]
     return total / max(1, len(trees["root"]))

@@ -18,8 +18,8 @@ def huber_ridge(
 ) -> np.ndarray:
     """Ridge regression with Huber's loss, by iteratively reweighted least squares.
 
-    Minimises ``mean(huber(target - design @ w)) + alpha / 2 * |w[:-1]|²``; the last column of the
-    design is the intercept and is not penalised (Huber, Robust Statistics, 1981, chapter 7).
+    Minimizes ``mean(huber(target - design @ w)) + alpha / 2 * |w[:-1]|²``; the last column of the
+    design is the intercept and is not penalized (Huber, Robust Statistics, 1981, chapter 7).
 
     Args:
         design: Shape ``(n, d)``, the last column ones.
@@ -34,14 +34,14 @@ def huber_ridge(
     n, d = design.shape
     penalty = np.full(d, alpha * n)
     penalty[-1] = 1e-9 * n  # not zero, so that the system stays solvable
-    # All rows count fully in the first round, which is plain ridge regression.
+    # With equal weights the first round is plain ridge regression.
     weight = np.ones(n)
     coef = np.zeros(d)
     for _ in range(rounds):
         weighted = design * weight[:, None]
         coef = np.linalg.solve(weighted.T @ design + np.diag(penalty), weighted.T @ target)
         residual = np.abs(target - design @ coef)
-        # Huber: weight 1 up to delta, beyond it in inverse proportion to the residual.
+        # Huber: weight 1 up to delta, inversely proportional to the residual beyond it.
         weight = delta / np.maximum(residual, delta)
     return coef
 
@@ -49,8 +49,8 @@ def huber_ridge(
 class RooflineEstimator(TabularEstimator):
     """Predicts roofline plus the device's floor, without training.
 
-    Fitting learns intervals and the domain only, so that the baseline is reported with the same
-    figures as the others.
+    Fitting only learns intervals and the domain, so that the baseline is reported with the same
+    figures as other estimators.
     """
 
     name = "roofline"
@@ -60,7 +60,7 @@ class RooflineEstimator(TabularEstimator):
         return
 
     def log_ratio(self, table: KernelTable) -> np.ndarray:
-        """Log-ratio of the roofline to the table's base, whatever cells were trained, ``(n,)``.
+        """Log-ratio of the roofline to the table's base for all cells, shape ``(n,)``.
 
         It is 0 except on TPUs, whose base is not the roofline.
         """
@@ -76,7 +76,7 @@ class RooflineEstimator(TabularEstimator):
         return
 
 
-#: Standardised features are clipped here, so that one far value cannot rule a linear prediction.
+#: Standardized features are clipped here, so that an outlier cannot dominate a linear prediction.
 CLIP = 4.0
 _FILE = "ridge.npz"
 
@@ -86,7 +86,7 @@ class RidgeParams(Params):
     """Parameters of the ridge regression.
 
     Attributes:
-        alpha: Strength of the penalty per row, on standardised features.
+        alpha: Strength of the penalty per row, on standardized features.
         huber: Residuals beyond this many log units count linearly.
     """
 
@@ -95,7 +95,7 @@ class RidgeParams(Params):
 
 
 class RidgeEstimator(TabularEstimator):
-    """Linear in the standardised features, with an intercept for every cell."""
+    """Linear in the standardized features, with an intercept per cell."""
 
     name = "ridge"
     keywords = RidgeParams
@@ -119,7 +119,7 @@ class RidgeEstimator(TabularEstimator):
         return np.asarray(self._design(table) @ self._coef)
 
     def _design(self, table: KernelTable) -> np.ndarray:
-        """Standardised features, one column a cell, and ones: shape ``(n, d + cells + 1)``."""
+        """Standardized features, one column per cell, and ones: shape ``(n, d + cells + 1)``."""
         values = np.nan_to_num(table.X.astype(np.float64))
         scaled = np.clip((values - self._mean) * self._scale, -CLIP, CLIP)
         cell = (table.cell[:, None] == np.arange(len(CELLS))[None, :]).astype(np.float64)

@@ -1,13 +1,14 @@
 """Learns which of several candidates is faster, and maps scores back to latencies.
 
 The pairwise logistic objective (RankNet; Burges et al., ICML 2005, as XGBoost's ``rank:pairwise``)
-learns an order and no scale. Two things bring the scale back. The trees start from ``log(roofline +
-floor)``, so that a score is in log seconds to begin with. And a monotone map, fitted to rows that
-the trees were not grown on, takes scores to log-latencies without changing the order within a kind.
+learns an order without a scale. Two measures restore the scale: the trees start from
+``log(roofline + floor)``, so that scores begin as log seconds, and a monotone map, fitted to rows
+that the trees were not grown on, converts scores to log-latencies without changing the order within
+a kind.
 
 Rows are compared within a *query*: kernels of one model family (or all generated programs, or one
-family of single ops) on one device, since those are what a tuner chooses among. A query larger than
-:data:`QUERY_LIMIT` is dealt out at random into several, which bounds the pairs.
+family of single ops) on one device, since a tuner chooses among those. A query larger than
+:data:`QUERY_LIMIT` is split at random, which bounds the number of pairs.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
 
 #: Most rows of one query: the pairs of a query grow with the square of its rows.
 QUERY_LIMIT = 512
-#: Pairs drawn for each row in every round; more cost time in proportion. Engineering estimate.
+#: Pairs drawn per row and round; the time is proportional. Engineering estimate.
 PAIRS = 8
-#: Pairs of held-back rows that early stopping looks at: their share of errors is known to ±0.7 %
-#: (two standard errors of a share of one half).
+#: Pairs of held-back rows for early stopping: their error rate is known to ±0.7 % (two standard
+#: errors of a rate of one half).
 _STOP_PAIRS = 20_000
-#: A cell gets its own map from this many rows on; a map has this many rows to a knot, so that
-#: the median of a bin is steady. Engineering estimates.
+#: Fewest rows for a separate map of a cell, and rows per knot of a map, so that the medians of bins
+#: are stable. Engineering estimates.
 _CELL_ROWS, _KNOT_ROWS = 200, 20
-#: Most knots of a map; linear interpolation between them leaves errors far below the model's.
+#: Most knots of a map; linear interpolation between them has errors far below the model's.
 _MAX_KNOTS = 64
 
 
 def device_queries(table: KernelTable) -> np.ndarray:
-    """The query of every row where families are unknown: its device, shape ``(n,)``."""
+    """Queries of rows without families: their devices, shape ``(n,)``."""
     columns = [i for i, name in enumerate(table.names) if name.startswith("device_")]
     if not columns:
         return np.zeros(len(table), np.int64)
@@ -50,14 +51,14 @@ def query_order(queries: np.ndarray, seed: int, limit: int = QUERY_LIMIT) -> tup
 
     Args:
         queries: Names, shape ``(n,)``.
-        seed: Seed of the deal of large queries.
+        seed: Seed of the random split of large queries.
         limit: Most rows of one query.
 
     Returns:
         Row positions, shape ``(n,)``, and their query numbers, ascending, shape ``(n,)``.
     """
     code = np.unique(queries.astype(str), return_inverse=True)[1]
-    # Dealt at random: parts cut in the order of the table would hold rows of one program each.
+    # Split at random: parts in the order of the table would consist of one program each.
     shuffled = np.random.default_rng(seed).permutation(len(code))
     order = np.lexsort((shuffled, code))
     ordered = code[order]
@@ -85,7 +86,7 @@ def grow_pairwise(
         table: The same rows.
         target: Log-ratios, shape ``(n,)``.
         queries: Query of every row, shape ``(n,)``.
-        stop: Rows that are held back for early stopping; ``None`` grows all rounds on all rows.
+        stop: Mask of rows held back for early stopping; ``None`` grows all rounds on all rows.
         settings: Settings of XGBoost, with ``max_bin``, ``nthread`` and ``seed``.
         rounds: Most boosting rounds.
         stop_rounds: Rounds without improvement before stopping.
@@ -97,7 +98,7 @@ def grow_pairwise(
     own = {
         **settings,
         "objective": "rank:pairwise",
-        # All pairs of a query matter alike; the default weighs those at the top of the list.
+        # All pairs of a query have equal weight; the default prefers those at the top of the list.
         "lambdarank_pair_method": "mean",
         "lambdarank_num_pair_per_sample": PAIRS,
         "disable_default_eval_metric": True,
@@ -126,7 +127,7 @@ def grown(
     stop_rounds: int,
     custom_metric: _Discordance | None = None,
 ) -> Booster:
-    """Grow trees, up to the round with the least error on held-back rows where there are any."""
+    """Grow trees, up to the round with the least error on held-back rows if there are any."""
     import xgboost as xgb
 
     if held is None:
@@ -140,12 +141,12 @@ def grown(
         custom_metric=custom_metric,
         verbose_eval=False,
     )
-    # Slicing drops the rounds after the best one; predictions would use all of them otherwise.
+    # Slicing drops the rounds after the best one, which predictions would use otherwise.
     return booster[: booster.best_iteration + 1]
 
 
 class _Discordance:
-    """Share of pairs within a query that scores put in the wrong order.
+    """Fraction of pairs within a query that scores put in the wrong order.
 
     Args:
         label: True log-latencies, shape ``(n,)``.
@@ -169,7 +170,7 @@ class _Discordance:
         self.slower = label[self.a] > label[self.b]
 
     def __call__(self, scores: np.ndarray, _: object) -> tuple[str, float]:
-        """Name and value."""
+        """Name and value of the metric."""
         if not len(self.a):
             return "discordance", 0.0
         return "discordance", float(np.mean((scores[self.a] > scores[self.b]) != self.slower))
@@ -191,9 +192,9 @@ class ScoreMap:
     def fit(cls, score: np.ndarray, log_latency: np.ndarray, cell: np.ndarray) -> ScoreMap:
         """Fit to rows that the scores were not learned from.
 
-        Scores are cut into bins of like count; the medians of the bins are made increasing
-        by isotonic regression (pool adjacent violators; Barlow et al., 1972), equal neighbours
-        joined. A cell with few rows takes the map of all rows.
+        Scores are split into bins of similar count; the medians of the bins are made increasing by
+        isotonic regression (pool adjacent violators; Barlow et al., 1972), and equal neighbours are
+        merged. A cell with few rows takes the map of all rows.
 
         Args:
             score: Shape ``(n,)``.
@@ -213,7 +214,7 @@ class ScoreMap:
         return cls(padded[0], padded[1])
 
     def log_latency(self, score: np.ndarray, cell: np.ndarray) -> np.ndarray:
-        """Log-latencies, shape ``(n,)``; beyond the knots one unit of score is one of log."""
+        """Log-latencies, shape ``(n,)``; beyond the knots the slope is one."""
         latency = np.empty(len(score))
         for number in np.unique(cell):
             own = cell == number
@@ -234,7 +235,7 @@ def _knots(score: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray
     y = np.array([np.median(value[part]) for part in parts])
     counts = np.array([len(part) for part in parts], np.float64)
     level = isotonic_regression(y, sample_weight=counts)
-    # Isotonic regression leaves plateaus; joining each to one knot makes the map strictly
+    # Isotonic regression has plateaus; merging each into one knot makes the map strictly
     # increasing.
     levels, block = np.unique(level, return_inverse=True)
     weight = np.bincount(block, counts)

@@ -1,7 +1,7 @@
 """Base class of the estimators that learn from the feature table.
 
 ``latency = (roofline + floor) × exp(ratio)``: a subclass learns the ratio. Intervals, domain, the
-roofline for kinds that were never trained, and the model folder are the same for all, and here.
+roofline for untrained kinds, and the model folder are implemented here.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ..core.store import (
 from ..trust.calibrator import UNCALIBRATED, Conformal, ends
 from ..trust.domain import Domain
 
-#: What a ratio is, for the manifest.
+#: Definition of the ratio, for the manifest.
 TARGET = "log(latency_s / (roofline_s + floor_s))"
-#: A cell with fewer training rows than this is left to the roofline: a handful of kernels reveals
-#: nothing of the others of their kind. Engineering estimate; not fitted.
+#: Fewest training rows of a cell; others take the roofline, since a handful of kernels does not
+#: represent their kind. Engineering estimate; not fitted.
 MIN_ROWS = 8
-#: Learned ratios are limited to this in absolute value (a factor of 3000): more can only come from
-#: extrapolation. Engineering estimate.
+#: Largest absolute value of learned ratios (a factor of 3000): larger ones must be extrapolations.
+#: Engineering estimate.
 MAX_LOG_RATIO = 8.0
 _DOMAIN_FILE = "domain.npz"
 
@@ -55,16 +55,16 @@ class TabularEstimator(ABC):
 
     Attributes:
         name: Name in the registry.
-        keywords: Dataclass of the keywords of the constructor, which are saved with the estimator.
-        params: Their values.
-        retired: Keywords of earlier versions, which saved models may still have, with the only
-            value that they can be loaded with.
+        keywords: Dataclass of the constructor's keywords, which are saved with the estimator.
+        params: Values of the keywords.
+        retired: Keywords of earlier versions, which saved models may have, and the only value that
+            they can be loaded with.
         learned: Whether predictions count as learned; false for the bare roofline.
         needs_graphs: Whether it also reads ``KernelTable.graphs``.
         schema: Digest of the features that it was fitted to; empty before fitting.
         feature_names: Names of those features.
-        conformal: Interval ends, from samples that the model was not fitted to.
-        fallback: Interval ends in log space for the bare roofline.
+        conformal: Interval bounds, calibrated on held-out samples.
+        fallback: Interval bounds in log space for the bare roofline.
         domain: Region of the training rows; ``None`` before fitting.
         trained: Cells that it was trained on, bool, shape ``(cells,)``.
     """
@@ -77,7 +77,7 @@ class TabularEstimator(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # What callers may ask for: whether it takes a seed, or threads.
+        # Lets callers check whether it takes a seed or threads.
         cls.__signature__ = inspect.signature(cls.keywords)  # type: ignore[attr-defined]
 
     def __init__(self, **params: object) -> None:
@@ -92,7 +92,7 @@ class TabularEstimator(ABC):
 
     @property
     def ranks(self) -> bool:
-        """Whether it learns an order, which depends on the rows that are compared."""
+        """Whether it learns an order, which depends on the compared rows."""
         return False
 
     @abstractmethod
@@ -104,15 +104,15 @@ class TabularEstimator(ABC):
         """Predicted log-ratio, shape ``(n,)``."""
 
     def leaves(self, table: KernelTable) -> np.ndarray:
-        """Leaf of each tree that a row ends in, shape ``(n, trees)``; no column without trees."""
+        """Leaf of each tree that a row falls into, ``(n, trees)``; no columns without trees."""
         return np.zeros((len(table), 0), np.int32)
 
     def contributions(self, table: KernelTable) -> np.ndarray | None:
         """Exact contributions of the features to the log-ratio, if the estimator has them.
 
         Returns:
-            Shape ``(n, d + 1)``, the last column the value before any feature; a row adds up to the
-            log-ratio. ``None`` if the estimator has no exact contributions.
+            Shape ``(n, d + 1)``, with the value before any feature as the last column; a row sums
+            to the log-ratio. ``None`` if the estimator has no exact contributions.
         """
         return None
 
@@ -122,11 +122,11 @@ class TabularEstimator(ABC):
 
     @abstractmethod
     def _restore(self, files: Mapping[str, bytes]) -> None:
-        """Restore the state from what :meth:`_weights` returned."""
+        """Restore the state from the result of :meth:`_weights`."""
 
     @property
     def settings(self) -> dict[str, object]:
-        """Keywords that construct the same estimator again."""
+        """Keywords that construct the same estimator."""
         return asdict(self.params)
 
     def clone(self) -> Self:
@@ -163,11 +163,11 @@ class TabularEstimator(ABC):
         """
         self.schema, self.feature_names = table.schema, table.names
         counts = np.bincount(table.cell, minlength=len(CELLS))
-        # In a dataset smaller than that, the most common cell still counts as trained.
+        # In a dataset smaller than that, the most common cell counts as trained.
         self.trained = counts >= min(MIN_ROWS, int(counts.max(initial=1)))
         self.domain = Domain.fit(table)
         own = np.arange(len(table)) if groups is None else groups
-        # An attribute, not an argument: only estimators that rank read it.
+        # Passed as an attribute: only estimators that rank read it.
         self._queries = queries
         self._fit(table, np.log(latency_s / table.base_s), own)
         self._queries = None
@@ -180,17 +180,17 @@ class TabularEstimator(ABC):
         predicted_s: np.ndarray,
         domain_scores: np.ndarray | None = None,
     ) -> None:
-        """Set intervals and the domain's threshold from held-out samples.
+        """Calibrate intervals and the domain's threshold on held-out samples.
 
         Args:
             table: ``n`` kernels.
-            latency_s: Measured, shape ``(n,)``.
-            predicted_s: Predicted by models that were not fitted to the sample.
+            latency_s: Measured latencies, shape ``(n,)``.
+            predicted_s: Predictions of models that were not fitted to the sample.
             domain_scores: Domain scores by those models.
         """
         self.conformal = Conformal.fit(latency_s, predicted_s, table.cell)
-        # 98 % rather than 90 %: it serves cells without training rows, whose errors are unknown. On
-        # a TPU these take the base, and kernels without an estimate the plain roofline: of both.
+        # 98 % rather than 90 %: it is for cells without training rows, whose errors are unknown. On
+        # a TPU these take the base, and kernels without an estimate the plain roofline: cover both.
         own = [ends(np.log(latency_s / s), 0.98) for s in (table.base_s, table.roofline_s)]
         self.fallback = (
             min(-UNCALIBRATED, *(lo for lo, _ in own)),
@@ -230,7 +230,7 @@ class TabularEstimator(ABC):
         )
 
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
-        """Predict every kernel on the device; equal kernels are computed once."""
+        """Predict every kernel on the device; equal kernels are only computed once."""
         if not kernels:
             return KernelPrediction.empty(0)
         # A program repeats its layers: most of its kernels are equal.
@@ -265,7 +265,7 @@ class TabularEstimator(ABC):
 
         Args:
             path: The folder.
-            schema: Feature schema to expect; ``None`` takes today's.
+            schema: Feature schema to expect; ``None`` takes the current one.
 
         Raises:
             ModelError: The folder is missing, damaged, of another format, estimator or schema.
@@ -284,7 +284,7 @@ class TabularEstimator(ABC):
         cls, path: Path, manifest: JsonMapping, files: dict[str, bytes], schema: str | None
     ) -> Self:
         given = manifest["params"].items()
-        # One that was fitted with another value is refused, as any unknown keyword is.
+        # A model fitted with another value is rejected, like any unknown keyword.
         model = cls(**{k: v for k, v in given if k not in cls.retired or v != cls.retired[k]})
         model.schema = str(manifest["schema_hash"])
         model.feature_names = tuple(manifest["feature_names"])
@@ -303,9 +303,9 @@ class TabularEstimator(ABC):
 
 
 def _check_tpu(path: Path, model: TabularEstimator) -> None:
-    """Refuse a model that was trained on TPUs before these had features and a base of their own.
+    """Reject a model trained on TPUs before these had separate features and a separate base.
 
-    Its ratios are to another base, so it would be wrong by large factors without an error.
+    Its ratios refer to another base, so that it would be wrong by large factors without an error.
     """
     from ...features.table.tpu import tpu_feature_names
 
@@ -320,7 +320,7 @@ def _check_tpu(path: Path, model: TabularEstimator) -> None:
 
 
 def current_schema(names: Sequence[str] = ()) -> str:
-    """Digest of the current feature schema, with TPUs' own features if ``names`` ends in them."""
+    """Digest of the current feature schema, with TPU features if ``names`` ends in them."""
     from ...features.table.table import feature_names, schema_hash
     from ...features.table.tpu import tpu_feature_names
 
@@ -330,7 +330,7 @@ def current_schema(names: Sequence[str] = ()) -> str:
 
 
 def _at_least(prediction: KernelPrediction, least_s: np.ndarray) -> KernelPrediction:
-    """Raise latencies, with their intervals, to what physics allows, shape ``(n,)``."""
+    """Raise latencies, with their intervals, to physical lower limits, shape ``(n,)``."""
     factor = np.maximum(least_s / prediction.latency, 1.0)
     if (factor == 1.0).all():
         return prediction

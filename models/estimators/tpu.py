@@ -1,7 +1,7 @@
 """Reproduces the TPU compiler's estimates of kernels, in milliseconds and without compiling.
 
-The labels are libtpu's own estimates of cycles (``estimated_cycles``); nothing was measured.
-For kernels that the compiler has just made, its estimates are an estimator of their own.
+The labels are libtpu's estimates of cycles (``estimated_cycles``); nothing was measured. For
+kernels that the compiler just compiled, its estimates are available as a separate estimator.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from .boosted import BoostedParams, XGBoostEstimator
 
 #: Opcodes for which libtpu writes no ``estimated_cycles`` (docs/tpu.md).
 UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
-#: Source of a kernel's time that the compiler states.
+#: Source of times from the compiler's estimates.
 COMPILER = "compiler"
 _FILE = own_data("models/estimators/tpu.yaml")
-#: Measured over estimated time by device; estimates of others are taken as they are.
+#: Ratio of measured to estimated time by device; 1 for others.
 MEASURED: Mapping[str, float] = _FILE["measured_over_estimated"]
-#: Times the roofline and the floor within which three quarters of the compiler's estimates of
-#: fusions and copies above 20 µs lie (dataset ``datagen/datasets/tpu``, v5e).
+#: Factor on roofline plus floor that bounds three quarters of the compiler's estimates of fusions
+#: and copies above 20 µs (dataset ``datagen/datasets/tpu``, v5e).
 UNSEEN = 4.0
-#: The same of products (programs of ``tests/bench/fused_error.py``, v5e).
+#: The same for products (programs of ``tests/bench/fused_error.py``, v5e).
 UNSEEN_PRODUCT = 1.5
-#: Log half-width of intervals around the compiler's estimates of products: of other programs and
-#: generations the distance is unknown. Engineering estimate.
+#: Log half-width of intervals around the compiler's estimates of products; their error on other
+#: programs and generations is unknown. Engineering estimate.
 SILICON = 0.25
-#: Log upper end around its estimates of all else. Attention written out, the only such kernels that
-#: were measured, took 0.31 to 1.44 times the estimate (docs/tpu.md): the lower end is the roofline.
+#: Log upper bound around its estimates of all other kernels. Unfused attention, the only such
+#: kernels that were measured, took 0.31 to 1.44 times the estimate (docs/tpu.md): the lower bound
+#: is the roofline.
 SILICON_ELSE = 0.4
 #: Kinds of kernel whose estimates were compared with measured times.
 _COMPARED = ("gemm", "conv")
 
 
 def is_estimated(kernel: Kernel) -> bool:
-    """Whether the TPU's compiler estimates kernels like this one.
+    """Whether the TPU compiler estimates kernels like this one.
 
-    It has no estimate of collectives, asynchronous copies and slices between HBM and VMEM, calls of
-    its library, and select-and-scatter.
+    It does not estimate collectives, asynchronous copies and slices between HBM and VMEM, library
+    calls, and select-and-scatter.
     """
     silent = kernel.kind == "collective" or kernel.opcode in UNESTIMATED
     return not (silent or kernel.async_role)
@@ -67,20 +68,20 @@ def by_compiler(
     predict: Callable[[Sequence[Kernel], DeviceSpec], KernelPrediction],
     base: DeviceSpec | None = None,
 ) -> KernelPrediction:
-    """The prediction with the compiler's own estimates where kernels state them.
+    """Replace predictions by the compiler's estimates for kernels that have them.
 
-    The trees reproduce the compiler, so its own estimate is better; the domain is what was measured
-    of it: products, on devices that :data:`MEASURED` has. Kernels of another lowering
-    state nothing: the trees learned from fusions of the TPU's compiler, have seen none
-    like them, and may be off by more than ten times, so these are held within :data:`UNSEEN` of the
-    roofline, products within :data:`UNSEEN_PRODUCT`. Devices that are no TPUs are left as they are.
+    The trees reproduce the compiler, so its own estimate is better; the domain is where it was
+    compared with measurements: products, on devices in :data:`MEASURED`. Kernels of another
+    lowering have no estimates: the trees learned from the TPU compiler's fusions, not from such
+    kernels, and may be off by more than ten times, so these are held within :data:`UNSEEN` of the
+    roofline, products within :data:`UNSEEN_PRODUCT`. Devices other than TPUs are unchanged.
 
     Args:
-        prediction: Of the kernels.
+        prediction: Prediction of the kernels.
         kernels: ``n`` kernels, as the compiler scheduled them.
         device: Device that they were compiled for.
-        predict: Prediction of any kernels on a device.
-        base: Of a design: the device whose answer is moved by the ratio of their rooflines.
+        predict: Predicts any kernels on a device.
+        base: For a design, the device whose answer is scaled by the ratio of their rooflines.
     """
     if device.platform != "tpu":
         return prediction
@@ -94,7 +95,7 @@ def by_compiler(
         return _not_below_bf16(held, kernels, device, predict)
     if device.clock_hz <= 0.0:
         return prediction
-    # Such as ragged products, a library's kernels: the trees know the compiler's own ones only.
+    # Library kernels such as ragged products, which the trees have not seen.
     held = _within_roofline(prediction, kernels, device)
     silent = ~stated & np.array([is_estimated(k) for k in kernels], bool)
     columns = ("latency", "lo", "hi", "in_domain")
@@ -120,15 +121,15 @@ def by_compiler(
 def _within_roofline(
     prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> KernelPrediction:
-    """The prediction of kernels that the TPU's compiler did not make.
+    """Limit the prediction of kernels that the TPU compiler did not generate.
 
     Learned times are at most :data:`UNSEEN` times the roofline, those of products
-    :data:`UNSEEN_PRODUCT` times, and out of domain. How far whole programs may be off is told by
-    ``models/program/fused_error.py``.
+    :data:`UNSEEN_PRODUCT` times, and out of domain. ``models/program/fused_error.py`` has the error
+    of whole programs.
     """
     if not kernels:
         return prediction
-    # A change of layout moves padding, too, and a reshape is no name of its operand here.
+    # A layout change also moves padding, and a reshape is not an alias of its operand here.
     moves = np.array([k.opcode in ("copy", "reshape") for k in kernels], bool)
     moved = moves * tpu_parts(kernel_rows(kernels), tpu_rows(kernels), device)["main"]
     base = np.maximum(
@@ -152,7 +153,7 @@ def _not_below_bf16(
     device: DeviceSpec,
     predict: Callable[[Sequence[Kernel], DeviceSpec], KernelPrediction],
 ) -> KernelPrediction:
-    """The prediction with no product of f32 faster than the same one of bf16.
+    """Make no f32 product faster than the same product in bf16.
 
     At default precision a TPU rounds the operands to bf16 and moves twice the bytes.
     """
@@ -163,14 +164,14 @@ def _not_below_bf16(
     least = np.zeros(len(kernels))
     least[wide] = _within_roofline(predict(narrow, device), narrow, device).latency
     latency = np.maximum(prediction.latency, least)
-    # The error is as large in relation to the new time.
+    # The relative error stays the same.
     high = prediction.hi * latency / prediction.latency
     return replace(prediction, latency=latency, hi=high)
 
 
 @dataclass(frozen=True)
 class TpuParams(BoostedParams):
-    """Parameters of boosted trees for estimates of a compiler.
+    """Parameters of boosted trees for a compiler's estimates.
 
     The labels have no noise (equal kernels always have equal estimates, docs/tpu.md), which allows
     smaller leaves and a faster learning rate than the defaults of :class:`.boosted.BoostedParams`.
@@ -185,10 +186,10 @@ class TpuParams(BoostedParams):
 class TpuEstimator(XGBoostEstimator):
     """Boosted trees fitted to the compiler's estimates; the roofline for kernels without any.
 
-    A kernel that the compiler leaves out is never free: it takes ``roofline + floor``, marked
-    ``roofline`` and out of domain, with a wide interval. Kinds of kernel with too few estimates are
-    left to the roofline as well. No kernel is faster than
-    :func:`~opcast.features.table.roofline.least_seconds`, whatever the trees predict.
+    A kernel without an estimate is never free: it takes ``roofline + floor``, marked ``roofline``
+    and out of domain, with a wide interval. Kinds of kernels with too few estimates take the
+    roofline as well. No kernel is faster than
+    :func:`~opcast.features.table.roofline.least_seconds`.
     """
 
     name = "tpu-xgboost"
@@ -197,7 +198,7 @@ class TpuEstimator(XGBoostEstimator):
     params: TpuParams
 
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
-        """Predict every kernel on the device; those that no compiler estimates by the roofline."""
+        """Predict every kernel on the device; kernels without estimates take the roofline."""
         prediction = super().predict(kernels, device)
         if not kernels:
             return prediction
@@ -215,13 +216,12 @@ class TpuEstimator(XGBoostEstimator):
         silent: np.ndarray,
     ) -> KernelPrediction:
         left = [k for k, own in zip(kernels, silent, strict=True) if own]
-        # The plain roofline, not the base of the trees, which counts passes over registers that
-        # these kernels do not make.
+        # The plain roofline: the trees' base includes register passes that these kernels lack.
         base_s = np.maximum(roofline(left, device).latency_s + device.floor, SMALLEST)
         latency, lo, hi = prediction.latency.copy(), prediction.lo.copy(), prediction.hi.copy()
         latency[silent] = base_s
         lo[silent] = base_s * np.exp(self.fallback[0])
-        # A transfer beside the kernels does nothing but move its bytes.
+        # An asynchronous transfer only moves its bytes.
         alone = np.array([bool(kernel.async_role) for kernel in left], bool)
         hi[silent] = base_s * np.where(alone, UNSEEN, np.exp(self.fallback[1]))
         return KernelPrediction(
@@ -234,7 +234,7 @@ class TpuEstimator(XGBoostEstimator):
         )
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-        """Limits of the prediction, for its notes."""
+        """Limitations of the prediction, for its notes."""
         notes = ["learned from estimates of the TPU's compiler, not from measurements"]
         estimated = [k for k in kernels if is_estimated(k)]
         if estimated and not any(k.cycles > 0.0 for k in estimated):
@@ -253,7 +253,7 @@ class TpuEstimator(XGBoostEstimator):
 def _with_sorts(
     prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> KernelPrediction:
-    """The prediction with sorts priced as networks, within :data:`UNSEEN`: none was measured."""
+    """Price sorts as sorting networks, within :data:`UNSEEN`: none was measured."""
     seconds = device.floor + sort_seconds(kernel_rows(kernels), device)
     slower = seconds > np.maximum(prediction.latency, device.floor)
     return replace(
@@ -265,7 +265,7 @@ def _with_sorts(
 
 
 def _not_below(prediction: KernelPrediction, least: np.ndarray) -> KernelPrediction:
-    """The prediction with no kernel, and no end of an interval, below ``least`` seconds."""
+    """Raise kernels and interval bounds to at least ``least`` seconds."""
     return replace(
         prediction,
         latency=np.maximum(prediction.latency, least),

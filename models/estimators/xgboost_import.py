@@ -1,7 +1,7 @@
-"""Imports XGBoost without the parts that commands which only predict do not need.
+"""Imports XGBoost without parts that prediction does not need.
 
-XGBoost imports scikit-learn for its estimator interface, which takes a third of such a command's
-time.
+XGBoost imports scikit-learn for its estimator interface, which takes a third of the time of a
+command that only predicts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _own_process = False
 
 
 def own_process() -> None:
-    """Declare that this process runs one of opcast's commands and nothing else.
+    """Declare that this process only runs an opcast command.
 
-    Only then may imports be tampered with: a user's own program may want XGBoost's interface.
+    Only then may imports be modified: a user's program may need XGBoost's scikit-learn interface.
     """
     global _own_process
     _own_process = True
 
 
 def xgboost() -> Any:
-    """Import ``xgboost``, in a process of our own without its scikit-learn interface."""
+    """Import ``xgboost``; in an opcast command without its scikit-learn interface."""
     if not _own_process or "xgboost" in sys.modules:
         return import_module("xgboost")
     with hidden("sklearn"):
@@ -34,7 +34,7 @@ def xgboost() -> Any:
 
 @contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """Make a package look as if it were not installed; one that is imported already stays."""
+    """Make a package appear not installed; no effect if it is already imported."""
     if package in sys.modules:
         yield
         return

@@ -1,9 +1,9 @@
 """Evaluates boosted trees for single rows, without the fixed cost of a call into XGBoost.
 
-XGBoost prepares all its trees on every call, which takes longer than walking one row through them.
-Here the nodes of all trees lie in one array each, and a row walks through all trees at the same
-time, one level at a step. The sum adds leaves in the order of the trees in 32 bits, as XGBoost
-does, so that answers are the same to the last bit.
+XGBoost prepares all its trees on every call, which takes longer than evaluating them on one row.
+Here the nodes of all trees are in one array, and a row descends all trees at once, one level per
+step. The leaves are summed in the order of the trees in 32 bits, like in XGBoost, so that results
+are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from .xgboost_import import xgboost
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: Most rows that are walked one by one, and how many such calls are left to a booster that is there
-#: already: reading its trees takes as long as fifty of them, so a process with few queries had
-#: better not.
+#: Most rows to evaluate one by one, and calls after which the trees of an already loaded booster
+#: are read: reading takes as long as fifty calls, which does not pay off for few queries.
 FEW, PATIENCE = 8, 20
-#: NumPy's names of UBJSON's number types, by their marks (https://ubjson.org).
+#: NumPy types of UBJSON's number types, by type marker (https://ubjson.org).
 _TYPES = {"i": "i1", "U": "u1", "I": "i2", "l": "i4", "L": "i8", "d": "f4", "D": "f8"}
-#: How single numbers of these types are read.
+#: Readers of single numbers by type marker.
 _SINGLE = {mark: struct.Struct(f">{code}") for mark, code in zip("iUIlLdD", "bBhiqfd", strict=True)}
 
 
@@ -41,7 +40,7 @@ class RowTrees:
     """Trees of a booster, for rows without missing values.
 
     Args:
-        trees: Arrays of the saved model, one mapping a tree.
+        trees: Arrays of the saved model, one mapping per tree.
         start: Initial value of the sum.
     """
 
@@ -54,11 +53,11 @@ class RowTrees:
         )
         leaf = left < 0
         own = np.arange(len(left), dtype=np.int32)
-        # All of a node in 16 bytes, which come into the cache together: where the row goes below
-        # the condition and where from it on (a leaf leads to itself), feature and condition.
+        # 16 bytes per node, which share a cache line: children below and from the condition on (a
+        # leaf is its own child), feature and condition.
         self.nodes = np.empty((len(left), 4), np.int32)
         for place, child in enumerate((left, right)):
-            # A file may be damaged: a child outside its tree would be another tree's, or nothing.
+            # A damaged file may have children outside their tree.
             if (~leaf & ((child < 0) | (child >= np.repeat(sizes, sizes)))).any():
                 raise ValueError("a node's child lies outside its tree")
             child += np.repeat(self.roots, sizes)
@@ -84,10 +83,10 @@ class RowTrees:
         try:
             learner = read_ubj(data)["learner"]
             trees = learner["gradient_booster"].get("model", {}).get("trees", [])
-            # Recent versions of XGBoost write a list, "[5E-1]", earlier versions a plain number;
-            # more than one value means several outputs.
+            # Recent versions of XGBoost write a list, "[5E-1]", earlier versions a number; more
+            # than one value means several outputs.
             given = str(learner["learner_model_param"]["base_score"]).strip("[]")
-            # Dropout (dart) weighs trees and categorical splits test sets: neither is walked here.
+            # Dropout (dart) weights trees and categorical splits test sets: not supported here.
             plain = learner["gradient_booster"]["name"] == "gbtree" and "," not in given
             if not (trees and plain) or any(len(t["categories"]) for t in trees):
                 return None
@@ -101,38 +100,38 @@ class RowTrees:
             inner = self.nodes[node[~leaf[node]]]
             node = np.concatenate([inner[:, 0], inner[:, 1]])
             depth += 1
-            # No level of trees has more nodes than there are: where one does, nodes form a ring.
+            # No level has more nodes than there are in total: otherwise there is a cycle.
             if len(node) > len(leaf) or depth > len(leaf):
                 raise ValueError("nodes of a tree form a ring")
         return depth
 
     def predict(self, row: np.ndarray) -> np.float32:
-        """Sum of the leaves that a row ends in.
+        """Sum of the leaves that a row falls into.
 
         Args:
             row: Features, float32, shape ``(d,)``, without NaN.
         """
         node = self.nodes.take(self.roots, axis=0)
         for _ in range(self.depth):
-            # XGBoost goes left below the condition and right from it on.
+            # XGBoost goes left below the condition and right otherwise.
             beyond = row.take(node[:, 2]) >= node[:, 3].view(np.float32)
             node = self.nodes.take(np.where(beyond, node[:, 1], node[:, 0]), axis=0)
         leaves = node[:, 3].view(np.float32)
-        # One addition at a time: np.sum would add pairs.
+        # One addition at a time: np.sum adds pairwise.
         return np.float32(np.add.accumulate(np.concatenate([[self.start], leaves]))[-1])
 
 
 class BoostedTrees:
-    """A booster, and its trees for small batches; of a saved one, each is read when it is needed.
+    """A booster, and its trees for small batches; both are read on first use.
 
-    A process that predicts single operators never loads XGBoost, whose import and preparations take
-    longer than reading the trees.
+    A process that predicts single operators never loads XGBoost, whose import and setup take longer
+    than reading the trees.
 
     Args:
-        booster: A booster that was grown here, or
-        stored: what gives one that was saved (:func:`saved_trees`), as UBJSON; it raises
-            :class:`ValueError` where that is damaged.
-        threads: Threads of the latter.
+        booster: A booster that was just grown, or ``None``.
+        stored: Returns the UBJSON of a saved booster (:func:`saved_trees`); raises
+            :class:`ValueError` if it is damaged.
+        threads: Threads of a saved booster.
     """
 
     def __init__(
@@ -152,9 +151,9 @@ class BoostedTrees:
         """The whole booster.
 
         Raises:
-            ModelError: What was saved is damaged.
+            ModelError: The saved booster is damaged.
         """
-        # In this order: another thread may replace the one by the other in between.
+        # In this order: another thread may replace one by the other in between.
         stored, found = self._stored, self._booster
         if found is None:
             assert stored is not None
@@ -172,7 +171,7 @@ class BoostedTrees:
         return found
 
     def few(self, values: np.ndarray) -> np.ndarray | None:
-        """Sums of leaves of few rows, shape ``(n,)``; ``None`` where the booster should predict.
+        """Sums of leaves of few rows, shape ``(n,)``; ``None`` if the booster should predict.
 
         Args:
             values: Features, float32, shape ``(n, d)``.
@@ -188,11 +187,11 @@ class BoostedTrees:
         return np.array([trees.predict(row) for row in values], np.float64)
 
     def _read(self) -> None:
-        # Once: at the first call where there is no booster yet, else when it has been asked often.
+        # Once: at the first call without a loaded booster, else after several calls.
         stored = self._stored
         if self._asked != (1 if stored else PATIENCE):
             return
-        # Damaged trees are left to XGBoost, whose error names them.
+        # Damaged trees are left to XGBoost for its specific error.
         with suppress(ValueError):
             self._trees = RowTrees.of(stored() if stored else bytes(self.booster.save_raw("ubj")))
 
@@ -219,9 +218,9 @@ class _UbjReader:
         self.at = 0
 
     def value(self, mark: str = "") -> Any:
-        # UBJSON names each value's type by one character; numbers are big-endian.
+        # UBJSON marks each value's type with one character; numbers are big-endian.
         mark = mark or self._mark()
-        # NumPy would take ten times as long for one number, of which each tree has forty.
+        # NumPy would take ten times as long for a single number, of which each tree has forty.
         number = _SINGLE.get(mark)
         if number is not None:
             self.at += number.size
@@ -281,28 +280,27 @@ class _UbjReader:
         return chr(self.data[self.at])
 
 
-#: Name of a compressed booster's file: UBJSON in the xz container.
+#: Suffix of a compressed booster's file: UBJSON in the xz container.
 SUFFIX = ".ubj.xz"
-#: Decimals to which log-ratios of leaves are kept: 700 trees add up to an error below 0.1 %.
+#: Decimals of leaf values (log-ratios): for 700 trees the total error is below 0.1 %.
 DECIMALS = 6
 #: Most bytes that a file may unpack to, and most memory of the decompressor: a guard against
-#: archives made to fill the memory.
+#: decompression bombs.
 MAX_BYTES, MAX_MEMORY = 2**30, 2**28
-#: Statistics of every node that only training and TreeSHAP read; zeros compress to nothing.
+#: Node statistics that only training and TreeSHAP read; zeros compress to nothing.
 _CLEARED = ("loss_changes", "sum_hessian")
 
 
 def compact(booster: Booster) -> bytes:
     """Compress a booster as UBJSON without training statistics.
 
-    Leaves are rounded to :data:`DECIMALS`; splits keep all their bits, so that no row takes another
-    path.
+    Leaves are rounded to :data:`DECIMALS`; splits keep all bits, so that no row changes its path.
     """
     import xgboost as xgb
 
     model = json.loads(bytes(booster.save_raw("json")))
     for tree in model["learner"]["gradient_booster"]["model"]["trees"]:
-        # Leaves keep their value where splits keep their condition; rounded, it compresses well.
+        # Leaves store their value in place of a condition; rounded values compress well.
         left = np.array(tree["left_children"])
         values = np.array(tree["split_conditions"], np.float64)
         leaf = left < 0
@@ -320,7 +318,7 @@ def expand(data: bytes) -> bytes:
     """UBJSON of a compressed booster.
 
     Raises:
-        ValueError: It is damaged, or holds more than :data:`MAX_BYTES`.
+        ValueError: It is damaged, or larger than :data:`MAX_BYTES`.
     """
     # Limits on memory and output: the file comes from a model folder, which may be malicious.
     unpacker = lzma.LZMADecompressor(memlimit=MAX_MEMORY)
@@ -333,31 +331,31 @@ def expand(data: bytes) -> bytes:
     return booster
 
 
-# All that ship, which take 0.3 GB.
+# Enough for all shipped models, which take 0.3 GB.
 @lru_cache(maxsize=64)
 def saved_trees(data: bytes, *, small: bool, threads: int = 1) -> BoostedTrees:
-    """Trees of a saved booster, read when they are first asked.
+    """Trees of a saved booster, read on first use.
 
-    Bytes that this process has read before give the same trees: expanding a model of operators
-    takes a tenth of a second, as long as many commands and calls that read it.
+    Results are cached by content: expanding a model of operators takes a tenth of a second, as long
+    as many of the commands and calls that use it.
 
     Args:
-        data: UBJSON, or
-        small: what :func:`compact` made of it.
-        threads: That XGBoost takes.
+        data: UBJSON, or the result of :func:`compact` if ``small``.
+        small: Whether ``data`` is compressed.
+        threads: Threads for XGBoost.
     """
     return BoostedTrees(None, partial(expand if small else bytes, data), threads)
 
 
 @dataclass
 class SavedTrees:
-    """Small trees of models that are one JSON file, by :func:`compact`; read when first asked."""
+    """Small trees of models in a single JSON file, as of :func:`compact`; read on first use."""
 
     data: bytes
 
     @classmethod
     def from_text(cls, text: str) -> SavedTrees:
-        """Read what :meth:`text` gave."""
+        """Read the result of :meth:`text`."""
         return cls(base64.b64decode(text))
 
     def text(self) -> str:
@@ -378,19 +376,19 @@ def grow(
     child_weight: int,
     seed: int,
 ) -> Booster:
-    """Fit trees to the absolute error of some rows.
+    """Fit trees to some rows by absolute error.
 
     Args:
-        features: Of ``n`` rows, shape ``(n, d)``.
-        target: What to predict, shape ``(n,)``.
+        features: Features of ``n`` rows, shape ``(n, d)``.
+        target: Values to predict, shape ``(n,)``.
         rows: Rows to learn from, bool or positions.
-        trees: Their number.
-        depth: Their depth.
-        child_weight: Least rows of a leaf.
-        seed: Of the draws.
+        trees: Number of trees.
+        depth: Depth of the trees.
+        child_weight: Least number of rows in a leaf.
+        seed: Seed of the draws.
     """
     settings = {
-        # Labels are off by a factor here and there; squares would chase them.
+        # Some labels are off by a large factor; squared errors would fit those.
         "objective": "reg:absoluteerror",
         "max_depth": depth,
         "eta": 0.08,

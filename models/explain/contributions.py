@@ -1,10 +1,10 @@
 """Splits a learned log-ratio into contributions of groups of features.
 
-Features are sorted into groups that a person can name; three methods split a log-ratio among the
-groups, so that ``baseline + Σ contributions = log-ratio``:
+Features are sorted into groups with readable names; three methods split a log-ratio among the
+groups, such that ``baseline + Σ contributions = log-ratio``:
 
-* :func:`treeshap`: exact, from the estimator's own TreeSHAP values by feature;
-* :func:`ablation`: how far the log-ratio falls when one group's features are set to the median;
+* :func:`treeshap`: exact, from the estimator's TreeSHAP values by feature;
+* :func:`ablation`: reduction of the log-ratio when one group's features are set to the median;
 * :func:`shapley`: exact Shapley values over all coalitions of groups, against a background.
 """
 
@@ -23,17 +23,16 @@ from ...common.files import own_data
 from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
 
-#: Remainders: what ablations of single groups leave over (their interactions), and what the limit
-#: of the estimator on log-ratios cuts off.
+#: Remainders: interactions that ablations of single groups leave, and the effect of the estimator's
+#: limit on log-ratios.
 INTERACTIONS, LIMIT = "interactions", "limit"
-#: Contribution of what was learned from samples of the device, on top of the estimator.
+#: Contribution of the calibration to samples of the device.
 CALIBRATION = "calibration"
-#: Contribution of a power cap, under which clocks are lower.
+#: Contribution of a power cap, which lowers clocks.
 POWER_CAP = "power cap"
-#: Groups of features that no rule matches: of kernels, and of library operators.
+#: Groups of features without a rule: of kernels, and of library operators.
 OTHER, SIZES = "other", "sizes"
-#: TreeSHAP values are single precision, so their sum may miss the log-ratio by this much without
-#: anything having been cut off.
+#: Largest difference of single-precision TreeSHAP sums from the log-ratio due to rounding.
 _FLOAT32 = 1e-4
 
 
@@ -62,9 +61,9 @@ class FeatureGroups:
     """Groups of features by name.
 
     Args:
-        rules: Groups and regular expressions that match the names of their features from the
-            start; the first match counts.
-        other: Group of a feature that no rule matches.
+        rules: Groups, and regular expressions that match the start of their features' names; the
+            first match counts.
+        other: Group of features without a match.
     """
 
     def __init__(self, rules: Iterable[tuple[str, str]], other: str) -> None:
@@ -79,7 +78,7 @@ class FeatureGroups:
         )
 
     def columns(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Columns of every group that has any, in the order of the rules."""
+        """Columns of every non-empty group, in the order of the rules."""
         columns: dict[str, list[int]] = {}
         for column, name in enumerate(names):
             columns.setdefault(self.of(name), []).append(column)
@@ -121,7 +120,7 @@ def ablation(
     groups: FeatureGroups,
     medians: np.ndarray,
 ) -> Split:
-    """Fall of the log-ratio when a group's features take other values.
+    """Reduction of the log-ratio when a group's features take other values.
 
     Args:
         estimator: A fitted estimator.
@@ -151,24 +150,24 @@ def shapley(
     """Shapley values of groups of features, exact over all coalitions.
 
     Shapley, *A value for n-person games*, 1953; Lundberg and Lee, NeurIPS 2017. The number of
-    evaluations doubles with every group, which half a dozen groups can afford.
+    evaluations doubles with every group, which is affordable for half a dozen groups.
 
     Args:
         model: The regressor.
         table: One kernel.
-        background: Kernels to compare it with: a group outside a coalition takes the values of
-            each of them in turn, and the mean is taken.
+        background: Kernels to compare with: a group outside a coalition takes the values of each of
+            them in turn, and the mean is used.
         groups: Groups of the features.
 
     Returns:
-        Mean log-ratio of the background, and what each group adds to it.
+        Mean log-ratio of the background, and the contribution of each group.
     """
     columns = groups.columns(table.names)
-    # In the order of the table's columns: sums of floats depend on their order.
+    # In the order of the table's columns: floating-point sums depend on their order.
     players = [
         group
         for group, own in sorted(columns.items(), key=lambda item: int(item[1][0]))
-        # A group that is equal in the whole background contributes exactly 0; leaving it out halves
+        # A group that is equal in the whole background contributes exactly 0; excluding it halves
         # the coalitions.
         if (background.X[:, own] != table.X[:, own]).any()
     ]
@@ -186,8 +185,8 @@ def shapley(
     for group in players:
         rest = [g for g in players if g != group]
         values[group] = sum(
-            # Shapley's weight of a coalition of this size: the share of orders in which exactly it
-            # precedes.
+            # Shapley's weight of a coalition of this size: the fraction of orders in which exactly
+            # this coalition precedes.
             math.factorial(count)
             * math.factorial(n - count - 1)
             / math.factorial(n)

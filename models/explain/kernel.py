@@ -2,8 +2,8 @@
 
 A prediction is ``(roofline + floor) × exp(log-ratio)``. The log-ratio is split into contributions
 of groups of features: exactly, by TreeSHAP, for boosted trees; otherwise by ablation to the
-training median of the kernel's kind. Ablations of single groups need not add up; the remainder is
-listed as ``interactions``. Either way ``baseline + Σ contributions = log-ratio``.
+training median of the kernel's kind. Ablations of single groups need not sum to the total; the
+remainder is listed as ``interactions``. Either way ``baseline + Σ contributions = log-ratio``.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _OF_TABLES = (NO_TABLE, _NO_MEDIANS, _NO_KIND, _NO_GROUPS)
 
 @dataclass(frozen=True)
 class Outside:
-    """A key feature that lies beyond the training range, or pairs badly with the others.
+    """A key feature outside the training range, or in a rare combination with others.
 
     Attributes:
-        feature: Its name.
+        feature: Name of the feature.
         value: Value of the kernel.
         low: Lower end of the training range.
-        high: Upper end.
-        empty_pairs: Share of the other key features with which no training kernel is near.
+        high: Upper end of the training range.
+        empty_pairs: Share of the other key features without nearby training kernels for the pair.
     """
 
     feature: str
@@ -66,34 +66,34 @@ class Outside:
 
     @property
     def beyond(self) -> bool:
-        """Whether the value itself lies beyond the training range."""
+        """Whether the value itself is beyond the training range."""
         return not self.low <= self.value <= self.high
 
 
 @dataclass(frozen=True)
 class KernelExplanation:
-    """A prediction of one execution of a kernel, taken apart.
+    """Explanation of the prediction of one execution of a kernel.
 
     Attributes:
         kernel_hash: Hash of the kernel.
         kind: Platform and kind, such as ``cpu/gemm``.
         latency_us: Predicted latency: ``(roofline_us + floor_us) · exp(log_ratio)``.
-        roofline_us: Roofline; on a TPU the base of its own features, without the floor.
+        roofline_us: Roofline; on a TPU the base from its features, without the floor.
         floor_us: Launch floor of the device.
         log_ratio: Learned log-ratio to roofline plus floor.
         bound: Limiting term of the roofline.
         source: ``learned`` or ``roofline``.
         method: Method of the contributions: ``treeshap``, ``ablation`` or ``none``.
         baseline: Log-ratio before any group.
-        contributions: Largest first; with the baseline they add up to the log-ratio.
-        in_domain: Whether the kernel lies in the training domain.
-        domain_score: Share of pairs of key features that lie near training kernels; ``None`` for an
-            estimator that keeps no domain.
+        contributions: Largest first; with the baseline they sum to the log-ratio.
+        in_domain: Whether the kernel is in the training domain.
+        domain_score: Fraction of pairs of key features near training kernels; ``None`` for an
+            estimator without a domain.
         domain_threshold: Least score inside the domain.
-        outside: Why it is outside, the worst feature first; inside, key features that lie beyond
-            the training range all the same.
+        outside: Reasons for being outside, the worst feature first; for a kernel inside, key
+            features beyond the training range.
         neighbours: Nearest training kernels.
-        notes: What could not be explained, and why.
+        notes: Parts that could not be explained, and why.
     """
 
     kernel_hash: str
@@ -116,11 +116,11 @@ class KernelExplanation:
 
     @property
     def factor(self) -> float:
-        """Predicted latency over roofline plus floor (on a TPU the base of its own features)."""
+        """Predicted latency over roofline plus floor (on a TPU over the base of its features)."""
         return float(np.exp(self.log_ratio))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
         return {**asdict(self), "factor": self.factor}
 
 
@@ -174,8 +174,7 @@ def explain_table(
     ratio = np.log(prediction.latency / table.base_s)
     learned_ratio, correction = ratio, model.corrections.get(device.name)
     if correction is not None:
-        # The estimator's contributions add up to its own log-ratio, which is the one before the
-        # calibration.
+        # The estimator's contributions sum to its own log-ratio, before the calibration.
         learned_ratio = ratio - correction.mean(table, device)
     method, split = _split(model, table, learned_ratio, nearby)
     parts = dict(split.parts)
@@ -236,7 +235,7 @@ def _contributions(parts: Mapping[str, np.ndarray], row: int) -> tuple[Contribut
 def _domain(
     domain: Domain | None, row: KernelTable
 ) -> tuple[float | None, float | None, tuple[Outside, ...]]:
-    """Domain score, threshold, and the key features that keep the kernel of a one-row table out."""
+    """Domain score, threshold, and the key features that put a one-row table outside."""
     if domain is None:
         return None, None, ()
     occupied = domain.occupancy(row)[0]

@@ -1,6 +1,6 @@
-"""What the neural estimators share: scaling of inputs, bounded output, early stopping, saving.
+"""Common parts of the neural estimators: input scaling, bounded output, early stopping, saving.
 
-Nothing here depends on the library that computes the gradients.
+Independent of the library that computes the gradients.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ W = TypeVar("W")
 #: Weights of a network by name.
 Weights = dict[str, np.ndarray]
 
-#: Share of the steps in which the learning rate rises: Adam's estimates of the second moment vary
-#: too much in the first ones (Liu et al., On the Variance of the Adaptive Learning Rate and Beyond,
-#: ICLR 2020). The value is an engineering estimate.
+#: Share of the steps with rising learning rate: Adam's estimates of the second moment vary too much
+#: in the first steps (Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, ICLR
+#: 2020). The value is an engineering estimate.
 WARM_UP = 0.05
-#: Gradients with a larger norm are scaled down to it (Pascanu et al., ICML 2013), so that a batch
-#: with outliers does not undo what was learned.
+#: Norm to which larger gradients are scaled down (Pascanu et al., ICML 2013), so that a batch with
+#: outliers does not undo previous learning.
 CLIP_NORM = 1.0
 
 
@@ -55,7 +55,7 @@ def learning_rates(steps: int, peak: float) -> np.ndarray:
 def shuffled(rows: int, batch: int, rng: np.random.Generator) -> np.ndarray:
     """Rows in random order, cut into full batches: shape ``(steps, min(batch, rows))``.
 
-    The remainder after the last full batch is left out; it consists of other rows every time.
+    The remainder after the last full batch is left out; it differs between epochs.
     """
     size = min(batch, rows)
     steps = rows // size
@@ -73,7 +73,7 @@ def best_epoch(epochs: Iterator[W], error: Callable[[W], float] | None, patience
     best: W | None = None
     least, since = np.inf, 0
     for number, weights in enumerate(epochs):
-        # Falls with every epoch, so that the last one wins and nothing stops early.
+        # Without an error, decreasing values make the last epoch win.
         current = error(weights) if error else -float(number)
         logger.debug("epoch %d: error %.4f", number, current)
         if current < least or best is None:
@@ -86,22 +86,22 @@ def best_epoch(epochs: Iterator[W], error: Callable[[W], float] | None, patience
     return best
 
 
-#: Share of the training targets left outside each bound before :data:`ROOM` is added: faulty labels
-#: must not set the bounds.
+#: Share of the training targets beyond each bound before :data:`ROOM` is added, so that faulty
+#: labels do not determine the bounds.
 TAIL = 0.0005
-#: Room between those targets and the bounds, in log units (a factor of 1.65). Engineering estimate.
+#: Distance between those quantiles and the bounds, in log units (a factor of 1.65). Engineering
+#: estimate.
 ROOM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Keeps log-ratios between two bounds, and so the utilisation of the roofline.
+    """Keeps log-ratios, and so the roofline utilization, between two bounds.
 
-    The utilisation ``base / latency = exp(-ratio)`` of a kernel is bounded, as NeuSight has it
-    (Lee et al., ASPLOS 2025): above by what the roofline allows, with an allowance since caches
-    beat the rooflines of kernels that come to their data warm, and below, so that nothing is
-    predicted to take a thousand times its roofline. Both bounds are taken from the training
-    labels. In between, with ``s`` the logistic function,
+    The utilization ``base / latency = exp(-ratio)`` of a kernel is bounded as in NeuSight (Lee et
+    al., ASPLOS 2025): above by the roofline, with an allowance since kernels with cached data beat
+    it, and below, so that no prediction is a thousand times its roofline. Both bounds are taken
+    from the training labels. In between, with ``s`` the logistic function,
 
         ratio(u) = low + (high - low) · s(slope · u + shift)
 
@@ -124,14 +124,13 @@ class Bound:
         """Learn from training targets, shape ``(n,)``."""
         below, middle, above = np.quantile(target, [TAIL, 0.5, 1 - TAIL]).tolist()
         low, high = below - ROOM, above + ROOM
-        # The logistic function must take this value at u = 0; its slope there is share · (1 -
-        # share) times that of its argument.
+        # Value of the logistic function at u = 0; its slope there is share · (1 - share).
         share = (middle - low) / (high - low)
         slope = 1.0 / ((high - low) * share * (1.0 - share))
         return cls(low, high, slope, float(np.log(share / (1.0 - share))))
 
     def __call__(self, raw: Any, logistic: Callable[[Any], Any]) -> Any:
-        """Log-ratios of a network's raw outputs.
+        """Convert a network's raw outputs to log-ratios.
 
         Args:
             raw: Array or tensor of any library.
@@ -161,10 +160,10 @@ class NetworkParams(Params):
     """Parameters of a network and its training.
 
     Attributes:
-        hidden: Width of a layer, of a graph network of a node.
-        layers: Number of hidden layers, of a graph network those of the perceptron.
-        epochs: Most passes over the rows; early stopping may end sooner.
-        batch: Rows of a step.
+        hidden: Width of a layer; for a graph network, of a node.
+        layers: Number of hidden layers; for a graph network, of the perceptron.
+        epochs: Most passes over the rows; early stopping may use fewer.
+        batch: Rows per step.
         learning_rate: Peak of the learning rate.
         weight_decay: Weight decay of AdamW.
         delta: Errors of the log-ratio below this count quadratically.
@@ -184,7 +183,7 @@ class NetworkParams(Params):
 
 
 class Batch(Protocol):
-    """Rows that a network takes at a time, padded: kernels' features, or their graphs as well."""
+    """Input of a network, padded: features of kernels, optionally with their graphs."""
 
     @property
     def y(self) -> np.ndarray:
@@ -196,7 +195,7 @@ class Batch(Protocol):
 
 
 class Rows(Protocol):
-    """Kernels before they are cut into batches."""
+    """Kernels before batching."""
 
     @property
     def y(self) -> np.ndarray:
@@ -206,34 +205,34 @@ class Rows(Protocol):
         """The given rows, by position or mask."""
 
     def batches(self, most: int) -> Iterator[Batch]:
-        """All rows in their order, at most ``most`` to a batch."""
+        """All rows in order, at most ``most`` per batch."""
 
     def training_batches(self, order: np.ndarray) -> Iterator[tuple[int, Batch]]:
-        """Number of the step, and a batch of it, for rows of every step, ``(steps, rows)``."""
+        """Step number and batch for the rows of every step, shape ``(steps, rows)``."""
 
 
 class Network(Protocol):
     """The layers in one library, with their weights."""
 
     def step(self, batch: Any, rate: np.float32) -> None:
-        """Move the weights against the gradient of the loss, by AdamW at a learning rate."""
+        """Update the weights by AdamW at a learning rate."""
 
     def ratio(self, batch: Any) -> np.ndarray:
-        """Log-ratios of the batch's rows, padding included, shape ``(rows,)``."""
+        """Log-ratios of the batch's rows including padding, shape ``(rows,)``."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Copies of the weights by name."""
 
 
 class NeuralEstimator(TabularEstimator):
-    """A network on the standardised feature table, with a bounded log-ratio.
+    """A network on the standardized feature table, with a bounded log-ratio.
 
     The loss is the absolute error of the log-ratio, smoothed near zero: ``sqrt(r² + delta²)``
     (pseudo-Huber). Training is AdamW with a cosine schedule on mini-batches; the weights of the
     best epoch on held-back groups are kept. Equal seeds give equal models on the same machine.
 
-    A subclass gives the layers in ``_network`` and their input in ``_rows``; it may fit more inputs
-    in ``_look_at``. Weights live in :attr:`weights` as plain arrays by name.
+    A subclass defines the layers in ``_network`` and their input in ``_rows``; it may fit more
+    inputs in ``_look_at``. Weights are stored in :attr:`weights` as plain arrays by name.
     """
 
     keywords = NetworkParams
@@ -248,19 +247,19 @@ class NeuralEstimator(TabularEstimator):
 
     @abstractmethod
     def _network(self, weights: Weights | None = None) -> Network:
-        """A network with the given weights, or with new ones that are drawn by the seed."""
+        """A network with the given weights, or with new ones drawn with the seed."""
 
     @abstractmethod
     def _rows(self, table: KernelTable, target: np.ndarray | None = None) -> Rows:
         """The table in the form of a network's input; missing targets are zero."""
 
     def _look_at(self, table: KernelTable) -> None:
-        """Fit the standardisation of the inputs."""
+        """Fit the standardization of the inputs."""
         self.inputs = Scaling.fit(table.X)
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         self._look_at(table)
-        # The bounds come from all rows, held-back ones included: they limit predictions, no more.
+        # The bounds come from all rows, including held-back ones: they only limit predictions.
         self.bound = Bound.fit(target)
         p, rows = self.params, self._rows(table, target.astype(np.float32))
         stop = stop_rows(groups, p.seed)
@@ -302,7 +301,7 @@ class NeuralEstimator(TabularEstimator):
         return self._known(self.inputs)(table.X)
 
     def _known(self, scaling: Scaling | None) -> Scaling:
-        """The scaling, which exists after fitting or loading.
+        """The scaling, which is set by fitting or loading.
 
         Raises:
             ModelError: The estimator was neither fitted nor loaded.
@@ -312,13 +311,13 @@ class NeuralEstimator(TabularEstimator):
         return scaling
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Everything that was learned, as arrays by name."""
+        """All learned arrays by name."""
         inputs = self._known(self.inputs)
         network = {f"network/{name}": array for name, array in self.weights.items()}
         return {**network, **inputs.to_arrays("inputs"), "bound": self.bound.to_array()}
 
     def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restore what :meth:`_arrays` returned.
+        """Restore the result of :meth:`_arrays`.
 
         Raises:
             KeyError: An array is missing.

@@ -1,4 +1,4 @@
-"""Inputs of networks: standardised, in batches of few sizes so that compiled code is reused."""
+"""Inputs of networks: standardized, in batches of few sizes so that compiled code is reused."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import numpy as np
 
 from ..core.kernel_table import PackedGraphs
 
-#: Most nodes of a batch of several graphs: bounds the memory of its activations (at 64 floats a
-#: node 4 MB a layer). Engineering estimate.
+#: Most nodes of a batch of several graphs, which bounds the memory of its activations (4 MB per
+#: layer at 64 floats per node). Engineering estimate.
 MAX_NODES = 16_384
 
-#: A column's range is at most this many standard units, so that a rare flag does not become a
-#: value in the hundreds. Engineering estimate: a normal column spans about as much.
+#: Largest range of a column in standard units, so that a rare flag does not become a value in the
+#: hundreds. Engineering estimate: a normal column spans about as much.
 SPAN = 8.0
-#: How far beyond the training range a value may go, in standard units: far outside a prediction
-#: keeps its value at the edge (docs/models.md). Engineering estimate.
+#: Distance in standard units beyond the training range at which values are clipped: far outside,
+#: a prediction keeps its value at the edge (docs/models.md). Engineering estimate.
 MARGIN = 0.5
-#: Results have a multiple of this many columns, so that the folds of a dataset, in which other
-#: columns vary, have the same number of them and share compiled functions.
+#: Numbers of columns are rounded up to a multiple of this, so that the folds of a dataset, in which
+#: different columns vary, have equal widths and share compiled functions.
 ALIGN = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Standardises the columns that vary, and holds new values near the training range.
+    """Standardizes the columns that vary, and clips values near the training range.
 
     Attributes:
         columns: Columns that vary in training, int32, shape ``(c,)``; the others are dropped.
         centre: Their means, float32, shape ``(c,)``.
-        scale: Their standard deviations, or an :data:`SPAN`-th of their range if that is more.
-        low: Least value let through.
-        high: Largest value let through.
+        scale: Their standard deviations, or their range over :data:`SPAN` if that is larger.
+        low: Lower clipping limit.
+        high: Upper clipping limit.
     """
 
     columns: np.ndarray
@@ -58,11 +58,11 @@ class Scaling:
 
     @property
     def width(self) -> int:
-        """Number of columns that come out: ``c``, rounded up."""
+        """Number of output columns: ``c``, rounded up."""
         return -(-len(self.columns) // ALIGN) * ALIGN
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        """Standardised values, float32, shape ``(n, width)``; the columns added hold zero.
+        """Standardized values, float32, shape ``(n, width)``; added columns are zero.
 
         NaN counts as the mean.
         """
@@ -94,12 +94,12 @@ class GraphBatch(NamedTuple):
 
     Attributes:
         opcode: int32, shape ``(n,)``.
-        features: Standardised node features, float32, shape ``(n, f)``.
+        features: Standardized node features, float32, shape ``(n, f)``.
         source: Producers, int32, shape ``(n,)``.
         target: Users, int32, shape ``(n,)``.
         graph: Graph of every node, int32, shape ``(n,)``.
         graph_of_row: int32, shape ``(rows,)``; rows with the same kernel share a graph.
-        x: Standardised features of the kernels, float32, shape ``(rows, c)``.
+        x: Standardized features of the kernels, float32, shape ``(rows, c)``.
         y: Log-ratios, float32, shape ``(rows,)``; zero if there are none.
         weight: 1 for a kernel and 0 for padding, float32, shape ``(rows,)``.
     """
@@ -119,7 +119,7 @@ class TableBatch(NamedTuple):
     """``rows`` kernels, padded.
 
     Attributes:
-        x: Standardised features, float32, shape ``(rows, c)``.
+        x: Standardized features, float32, shape ``(rows, c)``.
         y: Log-ratios, float32, shape ``(rows,)``; zero if there are none.
         weight: 1 for a kernel and 0 for padding, float32, shape ``(rows,)``.
     """
@@ -130,7 +130,7 @@ class TableBatch(NamedTuple):
 
 
 class TableRows(NamedTuple):
-    """Kernels before they are cut into batches: ``x`` and ``y`` of :class:`TableBatch`."""
+    """Kernels before batching: ``x`` and ``y`` of :class:`TableBatch`."""
 
     x: np.ndarray
     y: np.ndarray
@@ -140,10 +140,10 @@ class TableRows(NamedTuple):
         return TableRows(self.x[rows], self.y[rows])
 
     def batches(self, most: int) -> Iterator[TableBatch]:
-        """All rows in their order, at most ``most`` to a batch."""
+        """All rows in order, at most ``most`` per batch."""
         for start in range(0, len(self.y), most):
             x, y = self.x[start : start + most], self.y[start : start + most]
-            # A power of two of rows: a handful of compiled shapes serve any number.
+            # A power of two of rows: a handful of compiled shapes for any number.
             columns = (x, y, np.ones(len(y), np.float32))
             yield TableBatch(*(_padded(own, row_bucket(len(y), most), 0) for own in columns))
 
@@ -154,12 +154,12 @@ class TableRows(NamedTuple):
 
 
 class GraphRows(NamedTuple):
-    """Kernels before they are cut into batches.
+    """Kernels before batching.
 
     Attributes:
-        packed: Their graphs, each once.
+        packed: Distinct graphs.
         graph: Graph of every row, shape ``(rows,)``.
-        x: Standardised features, float32, shape ``(rows, c)``.
+        x: Standardized features, float32, shape ``(rows, c)``.
         y: Log-ratios, float32, shape ``(rows,)``.
         nodes: Scaling of the node features.
     """
@@ -175,7 +175,7 @@ class GraphRows(NamedTuple):
         return self._replace(graph=self.graph[rows], x=self.x[rows], y=self.y[rows])
 
     def batches(self, most: int) -> Iterator[GraphBatch]:
-        """All rows in their order, at most ``most`` to a batch."""
+        """All rows in order, at most ``most`` per batch."""
         for start, stop in cuts(self.packed.nodes[self.graph], most):
             part = self.take(np.arange(start, stop))
             yield assemble(part, row_bucket(stop - start, most))
@@ -191,8 +191,8 @@ class GraphRows(NamedTuple):
         """
         nodes = self.packed.nodes[self.graph]
         rows = order.shape[1]
-        # Mean plus two standard deviations of the nodes of a batch: nearly all batches fit, and
-        # larger ones are padded further.
+        # Mean plus two standard deviations of a batch's nodes: nearly all batches fit, and larger
+        # ones are padded further.
         usual = min(MAX_NODES, int(nodes.mean() * rows + 2 * nodes.std() * rows**0.5))
         for step, at in enumerate(order):
             for start, stop in cuts(nodes[at], rows):
@@ -200,8 +200,8 @@ class GraphRows(NamedTuple):
 
 
 def node_bucket(size: int) -> int:
-    """The size, rounded up by at most a quarter, so that every octave has four sizes."""
-    # An eighth of the next power of two: 4 sizes between one power of two and the next.
+    """The size, rounded up by at most a quarter to one of four sizes per octave."""
+    # Steps of an eighth of the next power of two.
     step = max(8, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
@@ -216,7 +216,7 @@ def cuts(nodes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
 
     Args:
         nodes: Nodes of each row's graph, shape ``(rows,)``.
-        most: Rows to a batch.
+        most: Rows per batch.
 
     Yields:
         First row, and the row after the last. A larger graph is a separate batch.
@@ -236,14 +236,14 @@ def assemble(part: GraphRows, rows: int, least: int = 0) -> GraphBatch:
 
     Args:
         part: The rows of the batch.
-        rows: To how many rows to pad.
-        least: To how many nodes to pad at least.
+        rows: Number of rows after padding.
+        least: Least number of nodes after padding.
     """
     # Rows with the same kernel (on other devices, or measured again) share one graph.
     unique, graph_of_row = np.unique(part.graph, return_inverse=True)
     graphs = part.packed.take(unique)
     n, m, real = len(graphs.opcode), graphs.edges.shape[1], len(part.graph)
-    # One more node than there are: padding edges need a node that no real graph has.
+    # One extra node: padding edges need a node outside all real graphs.
     size = node_bucket(max(n + 1, m, least))
     features = part.nodes(graphs.features)
     return GraphBatch(

@@ -1,4 +1,4 @@
-"""The networks by name, but for their layers, which a library computes."""
+"""The neural estimators by name; their layers are in modules for each library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .batches import GraphRows, Scaling, TableRows
 
 
 class MLPEstimator(NeuralEstimator):
-    """Dense layers on the standardised features, in Flax."""
+    """Dense layers on the standardized features, in Flax."""
 
     name = "mlp"
 
@@ -43,7 +43,7 @@ class GraphParams(NetworkParams):
 
     Attributes:
         rounds: Rounds of message passing, the number of edges that information travels.
-        head: Width of the perceptron behind it.
+        head: Width of the perceptron after it.
     """
 
     hidden: int = 64
@@ -56,7 +56,7 @@ class GraphEstimator(NeuralEstimator):
     """A network on the kernel's computation graph and its row of the feature table.
 
     The graph is the same on every device; the row describes the device and the kernel as a whole.
-    So the graph is embedded once, and a perceptron combines the two.
+    Therefore the graph is embedded once, and a perceptron combines the two.
     """
 
     keywords = GraphParams
@@ -70,7 +70,7 @@ class GraphEstimator(NeuralEstimator):
     def _look_at(self, table: KernelTable) -> None:
         super()._look_at(table)
         graphs = self._graphs(table)
-        # Each graph once, however many rows have it; graphs of rows outside the table do not count.
+        # Each graph once, however many rows have it; graphs of other rows do not count.
         self.nodes = Scaling.fit(graphs.packed.take(np.unique(graphs.index)).features)
 
     def _rows(self, table: KernelTable, target: np.ndarray | None = None) -> GraphRows:
@@ -135,9 +135,9 @@ class PygParams(GraphParams):
 
 
 class PygGraphEstimator(GraphEstimator):
-    """Message passing in PyTorch Geometric, for those who build on PyTorch.
+    """Message passing in PyTorch Geometric, for users of PyTorch.
 
-    Network, batches, target and loss are ``gnn-flax``'s, which trains faster on a CPU
+    Network, batches, target and loss are the same as in ``gnn-flax``, which trains faster on a CPU
     (docs/models.md).
 
     Args:
@@ -153,7 +153,7 @@ class PygGraphEstimator(GraphEstimator):
     params: PygParams
 
     def __init__(self, **params: object) -> None:
-        # Asked for without importing, which takes seconds.
+        # Checked without importing, which takes seconds.
         missing = [name for name in ("torch", "torch_geometric") if find_spec(name) is None]
         if missing:
             raise ModelError(
@@ -180,7 +180,7 @@ class PygGraphEstimator(GraphEstimator):
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """Use :attr:`n_jobs` threads, and as many as before afterwards."""
+        """Use :attr:`n_jobs` threads, and restore the number afterwards."""
         import torch
 
         before = torch.get_num_threads()

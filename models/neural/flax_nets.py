@@ -1,6 +1,6 @@
-"""The networks in Flax, with compiled functions that all estimators of equal size share.
+"""The networks in Flax, with compiled functions shared by all estimators of equal size.
 
-Imported only where a network is trained or evaluated, since Flax takes a second to import.
+Imported only to train or evaluate a network, since importing Flax takes a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OUT = "out"
 
 
 class Perceptron(nn.Module):
-    """Dense layers with SiLU between them; one number comes out.
+    """Dense layers with SiLU between them and a single output.
 
     Attributes:
         hidden: Width of the hidden layers.
@@ -53,9 +53,9 @@ class FlaxGraphNet(nn.Module):
     """Message passing over the kernels' graphs, then a perceptron.
 
     A node starts from its opcode's embedding and its features. In every round it takes the mean
-    over its producers and the mean over its users, each through weights of its own (GraphSAGE:
-    Hamilton et al., NeurIPS 2017, in both directions), and adds the result to what it was. Mean
-    and maximum over the nodes describe the graph; the perceptron sees them beside ``x``.
+    over its producers and the mean over its users, each through separate weights (GraphSAGE:
+    Hamilton et al., NeurIPS 2017, in both directions), and adds the result to its state. Mean and
+    maximum over the nodes describe the graph; the perceptron takes them with ``x``.
 
     Attributes:
         hidden: Width of a node.
@@ -72,7 +72,7 @@ class FlaxGraphNet(nn.Module):
     @nn.compact
     def __call__(self, batch: GraphBatch) -> jax.Array:
         """Raw output, shape ``(rows,)``."""
-        # One more graph than rows: the last one takes all padding.
+        # One more graph than rows: the last one has all padding.
         nodes, graphs = len(batch.opcode), len(batch.graph_of_row) + 1
         embedded = nn.Embed(len(OPCODES), self.hidden, name="opcode")(batch.opcode)
         h = nn.silu(embedded + nn.Dense(self.hidden, name="node")(batch.features))
@@ -85,16 +85,16 @@ class FlaxGraphNet(nn.Module):
             h = h + nn.silu(own + producers + users)
         size = jax.ops.segment_sum(jnp.ones(nodes), batch.graph, graphs)[:, None]
         mean = jax.ops.segment_sum(h, batch.graph, graphs) / jnp.maximum(size, 1)
-        # The maximum over no nodes is minus infinity: padding graphs take zero instead.
+        # The maximum over no nodes is minus infinity: padding graphs use zero instead.
         most = jnp.where(size > 0, jax.ops.segment_max(h, batch.graph, graphs), 0)
-        # The mean shows the mix of ops, the maximum whether a rare one is there.
+        # The mean reflects the mix of ops, the maximum the presence of a rare one.
         pooled = jnp.concatenate([mean, most], axis=1)[batch.graph_of_row]
         seen = jnp.concatenate([pooled, batch.x], axis=1)
         return Perceptron(self.head, self.layers, name="head")(seen)
 
 
 def _mean_over(source: Array, target: Array, nodes: int) -> Callable[[jax.Array], jax.Array]:
-    """Make a function from node states to the mean over each node's sources, or zero if none."""
+    """Make a function from node states to the mean over each node's sources, zero without any."""
     # Nodes without such edges have degree 0: the guard makes their mean zero.
     degree = jax.ops.segment_sum(jnp.ones(len(target)), target, nodes)
     share = (1 / jnp.maximum(degree, 1))[:, None]
@@ -102,19 +102,20 @@ def _mean_over(source: Array, target: Array, nodes: int) -> Callable[[jax.Array]
 
 
 class State(NamedTuple):
-    """Weights and the state of the optimiser."""
+    """Weights and the state of the optimizer."""
 
     weights: Weights
     optimiser: optax.OptState
 
 
 class CompiledNetwork(NamedTuple):
-    """Functions of one network, compiled once for each shape of their inputs.
+    """Functions of one network, compiled once per input shape.
 
     Attributes:
-        init: Seed and an example input to a :class:`State`.
-        step: One batch: state, input, targets, row weights, learning rate, bound to a state.
-        ratio: Weights, input, bound to log-ratios.
+        init: From a seed and an example input to a :class:`State`.
+        step: One batch: from state, input, targets, row weights, learning rate and bound to a
+            state.
+        ratio: From weights, input and bound to log-ratios.
     """
 
     init: Callable[[int, Inputs], State]
@@ -124,9 +125,9 @@ class CompiledNetwork(NamedTuple):
 
 @cache
 def compiled(network: nn.Module, delta: float, weight_decay: float) -> CompiledNetwork:
-    """Compiled functions of a network that is trained with a loss smoothed at ``delta``.
+    """Compiled functions of a network for a loss smoothed at ``delta``.
 
-    Cached by their arguments: folds and estimators of equal size share what XLA compiled.
+    Cached by their arguments, so that folds and estimators of equal size share compiled code.
     """
     # AdamW (Loshchilov and Hutter, ICLR 2019); the learning rate is applied in `step`.
     optimiser = optax.chain(
@@ -135,8 +136,8 @@ def compiled(network: nn.Module, delta: float, weight_decay: float) -> CompiledN
         optax.add_decayed_weights(weight_decay),
     )
 
-    # The bound is an argument, not a constant of the function: each fold has its own, and would
-    # otherwise compile anew.
+    # The bound is an argument, not a constant of the function: each fold has a different one, and
+    # would be compiled separately.
     def ratio(weights: Weights, inputs: Inputs, bound: np.ndarray) -> jax.Array:
         raw = network.apply(weights, inputs)
         return jnp.asarray(Bound(*(bound[i] for i in range(4)))(raw, jax.nn.sigmoid))
@@ -163,16 +164,16 @@ def compiled(network: nn.Module, delta: float, weight_decay: float) -> CompiledN
 
 
 def initial_weights(network: nn.Module, seed: int, example: Inputs) -> Weights:
-    """Normal weights of variance one over the inputs of a unit (LeCun et al., 1998); no biases.
+    """Normal weights with variance 1 / inputs of the unit (LeCun et al., 1998); zero biases.
 
-    Drawn by NumPy: compiling Flax's own initialisers takes longer than training a small network.
+    Drawn by NumPy: compiling Flax's initializers takes longer than training a small network.
     """
     rng = np.random.default_rng(seed)
     arrays = {}
     for name, shape in shapes(network, example).items():
         layer, kind = name.split("/")[-2:]
-        # Flax stores an embedding as (entries, width): its output, unlike a dense layer's, is one
-        # row.
+        # Flax stores an embedding as (entries, width): its output is one row, unlike a dense
+        # layer's.
         inputs = shape[1] if kind == "embedding" else shape[0]
         scale = 0.0 if kind == "bias" or layer == _OUT else inputs**-0.5
         arrays[name] = (scale * rng.normal(size=shape)).astype(np.float32)
@@ -197,14 +198,14 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> Weights:
 
 
 class FlaxNetwork:
-    """Layers in Flax with their weights and optimiser: a :class:`.base.Network`.
+    """Layers in Flax with their weights and optimizer: a :class:`.base.Network`.
 
     Args:
         layers: The network.
-        example: An input, to make weights for.
-        params: Of the training.
-        bound: Of the log-ratios.
-        weights: As :meth:`arrays` gives them, to predict with; ``None`` draws new ones to train.
+        example: An example input, which determines the shapes of the weights.
+        params: Parameters of the training.
+        bound: Bounds of the log-ratios.
+        weights: Result of :meth:`arrays`, to predict with; ``None`` draws new ones to train.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ def _inputs(batch: TableBatch | GraphBatch) -> Inputs:
 
 
 def example_batch(columns: int, node_columns: int) -> GraphBatch:
-    """A batch of zeros, to make weights for."""
+    """A batch of zeros that determines the shapes of weights."""
     ids, row = np.zeros(8, np.int32), np.zeros(8, np.float32)
     nodes, x = np.zeros((8, node_columns), np.float32), np.zeros((8, columns), np.float32)
     return GraphBatch(ids, nodes, ids, ids, ids, ids, x, row, row)

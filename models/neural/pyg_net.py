@@ -1,4 +1,4 @@
-"""The graph network in PyTorch Geometric; imported only where torch is installed and needed."""
+"""The graph network in PyTorch Geometric; imported only if torch is installed and needed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class PygGraphNet(nn.Module):
         super().__init__()
         self.opcode = nn.Embedding(len(OPCODES), hidden)
         self.node = nn.Linear(node_columns, hidden)
-        # With root weight and bias in one direction only, so that a round has each of them once, as
-        # the network in Flax does.
+        # Root weight and bias in one direction only, so that a round has each once, as in Flax.
         self.producers = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(rounds))
         self.users = nn.ModuleList(
             SAGEConv(hidden, hidden, root_weight=False, bias=False) for _ in range(rounds)
@@ -46,9 +45,9 @@ class PygGraphNet(nn.Module):
         widths = [2 * hidden + columns, *[head] * layers]
         self.head = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.out = nn.Linear(widths[-1], 1)
-        # PyTorch's default has standard deviation 1, which would drown the features of a node.
+        # PyTorch's default standard deviation of 1 would dominate the features of a node.
         nn.init.normal_(self.opcode.weight, std=hidden**-0.5)
-        # Training starts from the median of the target, which is what the bound gives at 0.
+        # Training starts from the median of the target, the bound's value at 0.
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -68,14 +67,14 @@ class PygGraphNet(nn.Module):
 
 
 class PygNetwork:
-    """A graph network with its weights and optimiser: a :class:`.base.Network`.
+    """A graph network with its weights and optimizer: a :class:`.base.Network`.
 
     Args:
         layers: The network.
-        bound: Of the log-ratios.
+        bound: Bounds of the log-ratios.
         delta: Errors of the log-ratio below this count quadratically.
         weight_decay: Weight decay of AdamW.
-        weights: As :meth:`arrays` gives them; ``None`` leaves those of the layers.
+        weights: Result of :meth:`arrays`; ``None`` keeps those of the layers.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class PygNetwork:
         """Train on one batch."""
         residual = self._bound(self._layers(batch), torch.sigmoid) - _tensor(batch.y)
         weight = _tensor(batch.weight)
-        # sqrt(r² + δ²): the loss of the networks in Flax, so that both learn the same.
+        # sqrt(r² + δ²): the same loss as in Flax, so that both learn the same.
         loss = (weight * torch.sqrt(residual**2 + self._delta**2)).sum() / weight.sum()
         self._optimiser.param_groups[0]["lr"] = float(rate)
         self._optimiser.zero_grad()
@@ -116,12 +115,12 @@ class PygNetwork:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed PyTorch's generator, and leave the user's as it was."""
+    """Seed PyTorch's generator, and restore the user's afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
-    """A tensor; of whole numbers, 64 bits wide, as PyTorch wants positions."""
+    """A tensor; integers become 64 bits wide, as PyTorch requires for indices."""
     return torch.from_numpy(values.astype(np.int64) if values.dtype == np.int32 else values)

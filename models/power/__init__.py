@@ -1,5 +1,5 @@
-"""Board power: a law of utilisations, and what measured kernels teach beyond it.
+"""Board power: a law of utilizations, and learned corrections on measured kernels.
 
-Operators and their predicted times come in, watts with intervals go out (:mod:`.model`); programs
-and steps ask the law alone (:mod:`.law`, :mod:`.energy`), which needs no trees.
+:mod:`.model` predicts watts with intervals from operators and their predicted times; programs and
+steps only use the law (:mod:`.law`, :mod:`.energy`), which needs no trees.
 """

@@ -1,4 +1,4 @@
-"""Energy of programs and steps, kernels under a power cap, and what device-hours cost."""
+"""Energy of programs and steps, kernels under a power cap, and the cost of device-hours."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def energy(
     cap: float = 1.0,
     idle: float = 0.0,
 ) -> Interval | None:
-    """Joules of devices that compute for a part of a time and wait for the rest.
+    """Energy of devices that compute for part of a time and wait for the rest, in joules.
 
     Args:
         spec: The device; its power limit scales the law.
-        work: Utilisations of its kernels, one execution each.
-        seconds: Time of all executions of each kernel, shape ``(n,)``: their weights.
+        work: Utilizations of its kernels, one execution each.
+        seconds: Total time of each kernel's executions, shape ``(n,)``, used as weights.
         busy: Seconds of ``total`` in which a device computes.
         total: Time of the program or step, with its interval.
         devices: Number of devices.
-        cap: Sustained power as a share of the limit.
+        cap: Sustained power as a fraction of the limit.
         idle: Seconds of ``total`` in which nothing runs; in the rest kernels wait for others.
 
     Returns:
-        Joules with a 90 % interval, in which errors of power and of time count as independent;
-        ``None`` where the power limit is unknown.
+        Joules with a 90 % interval from independent errors of power and time; ``None`` if the power
+        limit is unknown.
     """
     if not spec.power_w:
         return None
@@ -53,14 +53,14 @@ def energy(
     waiting = min(law.waiting, cap)
     drawn = cap * held(law.demand(work) / cap)
     share = float((drawn * seconds).sum() / weight) if weight else waiting
-    # Guard: rounding may put computation a little above the total.
+    # Rounding may make computation slightly longer than the total.
     busy = min(busy, total.value)
     idle = min(idle, total.value - busy)
     used = share * busy + waiting * (total.value - busy - idle) + min(law.idle, cap) * idle
     joules = devices * spec.power_w * used
     low, high = (math.log(max(end, 1e-30) / total.value) for end in (total.lo, total.hi))
     below, above = with_error((low, high), law.ends)
-    # A board never draws more than its limit, however long it takes.
+    # A board never exceeds its limit.
     most = devices * cap * spec.power_w * total.hi
     return Interval(
         joules, joules * math.exp(below), max(joules, min(joules * math.exp(above), most))
@@ -74,16 +74,16 @@ def program_energy(
     device: DeviceSpec,
     cap: float = 1.0,
 ) -> Interval | None:
-    """Joules of one run of a program; ``None`` where the device's power limit is unknown.
+    """Energy of one run of a program in joules; ``None`` if the power limit is unknown.
 
     Args:
         kernels: Its kernels.
         latency: Seconds of one execution of each, shape ``(n,)``.
         total: Time of the program, with its interval.
         device: The device.
-        cap: Sustained power as a share of the limit.
+        cap: Sustained power as a fraction of the limit.
     """
-    # Chips whose board power is not stated, TPUs and CPUs among them.
+    # Chips without a stated board power, such as TPUs and CPUs.
     if not device.power_w or not total.value:
         return None
     own = latency * np.array([k.multiplicity for k in kernels], float)
@@ -94,13 +94,13 @@ def program_energy(
 def capped_kernels(
     found: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec, cap: float
 ) -> KernelPrediction:
-    """Slow kernels down by what the clock falls under a power cap.
+    """Slow kernels down by the reduction of the clock under a power cap.
 
     Args:
         found: Times of the kernels without a cap.
         kernels: The kernels.
         device: The device.
-        cap: Sustained power as a share of its limit; 1 changes nothing.
+        cap: Sustained power as a fraction of its limit; 1 changes nothing.
     """
     # Control kernels take no time, and so draw no power.
     at = np.flatnonzero(found.latency > 0)
@@ -113,7 +113,7 @@ def capped_kernels(
 
 
 def capped_total(total: Interval, device: DeviceSpec, cap: float, least: float) -> Interval:
-    """Widen a program's interval by the law's error, which kernels share, not below ``least``."""
+    """Widen a program's interval by the law's error, which kernels share; at least ``least``."""
     if cap >= 1.0 or not total.value:
         return total
     low, high = under_cap(total.lo / total.value, total.hi / total.value, cap, board_law(device))
@@ -121,7 +121,7 @@ def capped_total(total: Interval, device: DeviceSpec, cap: float, least: float) 
 
 
 def _work(kernels: Sequence[Kernel], latency: np.ndarray, device: DeviceSpec) -> Work:
-    """How busy kernels keep a device's units."""
+    """Utilizations of a device's units by kernels."""
     row = rows(kernels)
     matrix, vector = compute_seconds(row, device)
     return Work.of(
@@ -136,7 +136,7 @@ def _work(kernels: Sequence[Kernel], latency: np.ndarray, device: DeviceSpec) ->
 
 
 def energy_fields(joules: Interval | None) -> dict[str, float | None]:
-    """Keys of an energy in plain data; ``None`` where it is unknown."""
+    """Fields of an energy in plain data; ``None`` values if it is unknown."""
     values = joules or (None, None, None)
     return dict(zip(("energy_j", "energy_lo_j", "energy_hi_j"), values, strict=True))
 
@@ -150,7 +150,7 @@ def cost_of(price: float, seconds: Interval, devices: int) -> Interval:
 
 
 def cost_fields(price: float | None, seconds: Interval, devices: int) -> dict[str, float]:
-    """Keys of a cost in plain data, in the price's currency; none without a price."""
+    """Fields of a cost in plain data, in the price's currency; empty without a price."""
     if price is None:
         return {}
     found = cost_of(price, seconds, devices)
@@ -158,18 +158,18 @@ def cost_fields(price: float | None, seconds: Interval, devices: int) -> dict[st
 
 
 def starved(spec: DeviceSpec, work: Work) -> np.ndarray:
-    """Times on a board that feeds its cores less than others of its architecture do, over theirs.
+    """Slowdown of a board with less power per core than the best of its architecture.
 
-    Cores of one architecture draw the same power at the same clock. A board whose limit leaves less
-    of it for a core and a cycle has a lower clock under the same load: times that others' rates
-    tell are too short by that.
+    Cores of one architecture draw the same power at the same clock. A board whose limit provides
+    less power per core and cycle has a lower clock under the same load, so that times derived from
+    other boards' rates are too short.
 
     Args:
         spec: The device.
-        work: Utilisations at its full clock, shape ``(n,)``.
+        work: Utilizations at its full clock, shape ``(n,)``.
 
     Returns:
-        At least 1, shape ``(n,)``; 1 where the device's architecture or limit is not known.
+        At least 1, shape ``(n,)``; 1 if the device's architecture or limit is unknown.
     """
     base = _best_fed(spec.architecture) if spec.architecture else None
     if base is None or not spec.power_w or not spec.clock_hz or _fed(base) <= _fed(spec):
@@ -181,13 +181,13 @@ def starved(spec: DeviceSpec, work: Work) -> np.ndarray:
 
 
 def _fed(spec: DeviceSpec) -> float:
-    """Joules that the limit of a board leaves a core for a cycle."""
+    """Power limit per core and clock cycle, in joules."""
     return spec.power_w / (spec.core_count * spec.clock_hz)
 
 
 @lru_cache
 def _best_fed(architecture: str) -> DeviceSpec | None:
-    """The chip of an architecture that was measured, else the one with most power for a core."""
+    """The measured chip of an architecture, else the one with the most power per core."""
     own = shipped_law().silicon.get(architecture)
     if own:
         return find_device(own.device)

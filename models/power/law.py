@@ -1,10 +1,10 @@
-"""Board power: what idles, what cores take while they run, and joules for operations and bytes.
+"""Board power: idle power, power of running cores, and energy per operation and byte.
 
-A chip's limit is set so that its matrix unit and its memory at full rate together exceed it. The
-law is thus fitted in shares of the limit: what a generation saves in joules, its vendor spends on
-rates, so that it carries over to chips that nobody measured. On a device (:meth:`PowerLaw.on`) the
-shares of one chip of its architecture give joules for an operation and for a byte and watts for a
-core: a design with twice the bandwidth pays for twice the bytes a second, in half the time.
+A chip's power limit is set such that its matrix unit and memory at full rate together exceed it.
+The law is therefore fitted in fractions of the limit: vendors spend a generation's savings in
+joules on rates, so that the law transfers to unmeasured chips. On a device (:meth:`PowerLaw.on`),
+the fractions of one chip of its architecture give joules per operation and byte and watts per core:
+a design with twice the bandwidth pays for twice the bytes per second, in half the time.
 """
 
 from __future__ import annotations
@@ -24,49 +24,50 @@ from ...features.devices.device import DeviceSpec
 from ..core.registry import PRETRAINED
 from ..trust.calibrator import with_error
 
-#: Sharpness of the limit: at 8 a demand equal to the limit reads 92 % of it, one of 1.3 times 99 %,
-#: as boards read that regulate to their limit (H200 in the kernel pack: 690 of 700 W).
+#: Sharpness of the limit: at 8, a demand equal to the limit gives 92 % of it, one of 1.3 times 99
+#: %, like boards that regulate to their limit (H200 in the kernel pack: 690 of 700 W).
 _SHARP = 8.0
-#: Bounds of each parameter; engineering estimates, none is reached by the fit.
+#: Upper bound of each parameter; engineering estimate, not reached by the fit.
 _MOST = 3.0
-#: Power of the cores where no family counts a row's work, over the limit: 0.3 of what idling leaves
-#: of an H200's. An engineering estimate, a middle that trees correct.
+#: Power of the cores over the limit if no family counts a row's work: 0.3 of an H200's limit less
+#: idle power. An engineering estimate in the middle, which trees correct.
 _UNCOUNTED = 0.24
-#: Power of the cores by their clock: frequency times the square of the voltage, which rises with
-#: the frequency (Rabaey et al., Digital Integrated Circuits, 2003, section 5.5). H200's products of
-#: 20 µs and more that reach the limit run as if the exponent were 2.9, with a median error of 4 %
-#: (repeats of the tensor-core pack, times before and while power was measured).
+#: Exponent of the cores' power by clock: frequency times the square of the voltage, which rises
+#: with the frequency (Rabaey et al., Digital Integrated Circuits, 2003, section 5.5). H200's
+#: products of at least 20 µs at the limit fit an exponent of 2.9, with a median error of 4 %
+#: (repeats in the tensor-core pack, times before and while power was measured).
 _CLOCK_EXPONENT = 3.0
-#: Power of the memory at its bandwidth, with the way to the cores, over the limit. Kernels do not
-#: tell it from that of cores that wait for bytes: fits with 0 to 0.4 err alike, within 0.5 %. So it
-#: is taken from what such memories need, 5.5 pJ a bit (HBM3's 4.5 and the way, from memory): of an
-#: H200's 4.8 TB/s 210 of 700 W.
+#: Power of the memory at its full bandwidth, including the path to the cores, over the limit.
+#: Kernels do not separate it from cores that wait for bytes: fits with 0 to 0.4 have the same error
+#: within 0.5 %. So it is set to the energy of such memories, 5.5 pJ per bit (HBM3's 4.5 and the
+#: path, from memory): for an H200's 4.8 TB/s 210 of 700 W.
 _MEMORY = 0.3
-#: Share of it in the memory itself, whose clock stays: 3.9 of the 5.5 pJ (HBM2's; from memory).
+#: Share of it in the memory itself, whose clock is constant: 3.9 of the 5.5 pJ (HBM2's; from
+#: memory).
 _OFF_CHIP = 0.7
-#: Share of the clock below which the voltage falls no further, so that power falls with the
-#: frequency alone. Engineering estimate; the rows above reach down to 0.8.
+#: Fraction of the clock below which the voltage is constant, so that power is proportional to the
+#: frequency. Engineering estimate; the rows above reach down to 0.8.
 _LEAST_VOLTAGE = 0.6
-#: Least utilisation that tells apart how far cores wait.
+#: Least utilization for the stalling of cores.
 _LEAST_RATE = 1e-4
-#: A tenth of the clock is below what boards run at (engineering estimate).
+#: Least fraction of the clock; a tenth is below what boards run at (engineering estimate).
 _LEAST_CLOCK = 0.1
-#: Least cap, as a share of the limit: drivers allow 100 of an A100's 400 W and 200 of an H100's 700
-#: (from memory).
+#: Least cap as a fraction of the limit: drivers allow 100 of an A100's 400 W and 200 of an H100's
+#: 700 W (from memory).
 LEAST_CAP = 0.25
-#: Share of the cores' power while a board waits: collectives' kernels poll on some of them.
+#: Fraction of the cores' power while a board waits: collective kernels poll on some of them.
 #: Engineering estimate; a third is 270 of an H200's 700 W.
 _POLLING = 0.3
 
 
 @dataclass(frozen=True)
 class Work:
-    """How busy units are while kernels run, shape ``(n,)`` each.
+    """Utilization of units while kernels run, shape ``(n,)`` each.
 
     Attributes:
         matrix: FLOP/s over the dense matrix peak of the dtype.
         memory: Bytes/s over the bandwidth of main memory.
-        busy: Share of the time that is no fixed cost (launch, ramps).
+        busy: Fraction of the time without fixed costs (launch, ramps).
         attention: Whether the kernel is fused attention, whose matrix unit waits for exponentials.
     """
 
@@ -90,8 +91,8 @@ class Work:
         bandwidth: np.ndarray | float,
         attention: np.ndarray,
     ) -> Work:
-        """Utilisations of kernels that take ``seconds``, ``fixed`` of them whatever their size."""
-        # Rates above the data sheet's are clocks or caches that it does not state.
+        """Utilizations of kernels that take ``seconds``, including ``fixed`` costs."""
+        # Rates above the data sheet's are due to unstated clocks or caches.
         return cls(
             np.clip(flops / (seconds * peak), 0.0, 1.0),
             np.clip(moved / (seconds * bandwidth), 0.0, 1.0),
@@ -102,11 +103,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Silicon:
-    """The chip whose figures turn the shares of the law into joules for its architecture.
+    """The chip whose figures convert the fractions of the law into joules for its architecture.
 
     Attributes:
-        device: A chip of the architecture whose power was measured.
-        idle: Power of it that runs nothing with its clocks up, as a share of its limit.
+        device: A measured chip of the architecture.
+        idle: Its power with clocks up but no work, as a fraction of its limit.
     """
 
     device: str
@@ -117,18 +118,17 @@ class Silicon:
 class PowerLaw:
     """``idle + active · busy · max(matrix, memory)^stalled + product · matrix + bytes · memory``.
 
-    Held below the limit.
+    Soft-limited to the board's limit; all powers are fractions of it.
 
     Attributes:
-        idle: Power of a board that runs nothing with its clocks up, as a share of the limit; the
-            mean of those that were measured.
-        active: Of cores that run a kernel at full rate; and of those that run attention.
-        matrix: Of the matrix unit at its peak; and in attention.
-        memory: Of main memory at its bandwidth, with the way to the cores.
-        stalled: How the power of cores falls where they wait.
-        uncounted: Of cores that do what no family counts; a middle, which trees correct.
+        idle: Power of a board with clocks up but no work; the mean of the measured ones.
+        active: Power of cores at full rate in ordinary kernels, and in attention.
+        matrix: Power of the matrix unit at its peak in ordinary kernels, and in attention.
+        memory: Power of main memory at its bandwidth, including the path to the cores.
+        stalled: Exponent of the cores' power by utilization.
+        uncounted: Power of cores without counted work; an estimate that trees correct.
         silicon: Measured chips by architecture.
-        ends: Ends of the 90 % interval as logarithms, from what was left out.
+        ends: Bounds of the 90 % interval as logarithms, from held-out rows.
     """
 
     idle: float
@@ -141,12 +141,12 @@ class PowerLaw:
     ends: tuple[float, float] = (-0.5, 0.5)
 
     def on(self, spec: DeviceSpec) -> PowerLaw:
-        """The law of a device, in shares of its own limit.
+        """The law of a device, in fractions of its own limit.
 
-        Joules for an operation and a byte, and watts for a core and its clock, are those of the
-        measured chip of its architecture; of an architecture that nobody measured those of the chip
-        of the catalogue that it is or is like. Of a chip without an architecture the joules are
-        those of the newest measured chip, idle power and cores take their shares of its own limit.
+        Joules per operation and byte, and watts per core and clock, are those of the measured chip
+        of its architecture, or for an unmeasured architecture those of the catalogue chip that it
+        is or resembles. For a chip without an architecture, joules are those of the newest measured
+        chip, and idle power and cores take fractions of its own limit.
         """
         own = self.silicon.get(spec.architecture)
         base = find_device(own.device) if own else _like(spec)
@@ -169,12 +169,12 @@ class PowerLaw:
         )
 
     def demand(self, work: Work) -> np.ndarray:
-        """Power that the units ask for, as a share of the limit; above 1 the clock falls."""
+        """Power demand of the units as a fraction of the limit; above 1 the clock is reduced."""
         active, matrix, memory = self._parts(work)
         return np.asarray(self.idle + active + matrix + memory)
 
     def _parts(self, work: Work) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Power of the cores, of products and of the memory."""
+        """Power of the cores, of matrix products and of the memory."""
         rate = np.maximum(np.maximum(work.matrix, work.memory), _LEAST_RATE)
         active = np.where(work.attention, self.active[1], self.active[0])
         matrix = np.where(work.attention, self.matrix[1], self.matrix[0])
@@ -182,17 +182,17 @@ class PowerLaw:
         return active, matrix * work.matrix, self.memory * work.memory
 
     def share(self, work: Work) -> np.ndarray:
-        """Power that the board draws, as a share of its limit, shape ``(n,)``."""
+        """Power of the board as a fraction of its limit, shape ``(n,)``."""
         return held(self.demand(work))
 
     def clock(self, work: Work, cap: float = 1.0) -> np.ndarray:
-        """Share of its clock that a board keeps under a cap, shape ``(n,)``.
+        """Fraction of its clock that a board keeps under a cap, shape ``(n,)``.
 
         Args:
-            work: Utilisations at the full clock.
-            cap: Sustained power as a share of the limit.
+            work: Utilizations at the full clock.
+            cap: Sustained power as a fraction of the limit.
         """
-        # Power rises with the clock, so that halving brackets it: 2⁻³⁰ of the clock is exact.
+        # Power rises with the clock: bisection to 2⁻³⁰ of the clock.
         low, high = np.full(len(work.matrix), _LEAST_CLOCK), np.ones(len(work.matrix))
         for _ in range(30):
             middle = (low + high) / 2
@@ -201,11 +201,11 @@ class PowerLaw:
         return np.where(self.demand(work) <= cap, 1.0, low)
 
     def _drawn(self, work: Work, clock: np.ndarray) -> np.ndarray:
-        """Power as a share of the limit at a share of the clock.
+        """Power as a fraction of the limit at a fraction of the clock.
 
-        A kernel that takes longer spreads the energy of its products and bytes over more time; that
-        of the clock itself is spent in every cycle. Energies in the cores go with the square of
-        their voltage, the memory's own stays.
+        A slower kernel spreads the energy of its products and bytes over more time; the energy of
+        the clock is spent in every cycle. Energies in the cores scale with the square of their
+        voltage, the memory's do not.
         """
         voltage = np.maximum(clock, _LEAST_VOLTAGE) ** (_CLOCK_EXPONENT - 1.0)
         active, matrix, memory = self._parts(work)
@@ -216,17 +216,17 @@ class PowerLaw:
     def slowdown(self, work: Work, cap: float) -> np.ndarray:
         """Times under a cap over those under the board's own limit, shape ``(n,)``, at least 1.
 
-        What a kernel needs of the memory does not slow down with the cores. Both overlap as in the
-        physics of operators: the cube of a time is the sum of its parts' cubes.
+        Memory time does not increase with a lower core clock. Both overlap as in the physics of
+        operators: the cube of a time is the sum of its parts' cubes.
         """
         return slower(work, self.clock(work, cap) / self.clock(work))
 
     def error(self, cap: float) -> tuple[float, float]:
-        """Ends of the law's error in times under a cap, as logarithms.
+        """Bounds of the law's error in times under a cap, as logarithms.
 
-        What idles is spent whatever the clock, so that an error of the whole is a larger one of
-        what is left to the units; times go with the clock, a root of that as long as the voltage
-        falls with it.
+        Idle power does not depend on the clock, so that an error of the total is a larger relative
+        error of the power left to the units; times depend on the clock, a root of that power while
+        the voltage falls with it.
         """
         left = cap - self.idle
         root = (
@@ -237,30 +237,30 @@ class PowerLaw:
 
     @property
     def waiting(self) -> float:
-        """Share of a board that waits for others or for the network, whose cores poll."""
+        """Fraction of the limit of a board that waits for others or the network with polling."""
         return float(held(np.array(self.idle + _POLLING * self.active[0])))
 
 
 def slower(work: Work, clock: np.ndarray) -> np.ndarray:
-    """Times at a share of the clock over those at the full one, shape ``(n,)``."""
+    """Slowdown at a fraction of the clock, shape ``(n,)``."""
     memory = np.minimum(work.memory, 1.0) ** 3
     return np.asarray((memory + (1 - memory) / clock**3) ** (1 / 3))
 
 
 def _joules(spec: DeviceSpec) -> float:
-    """Power limit over the matrix peak: joules for an operation, to a factor of all chips."""
+    """Power limit over the matrix peak: proportional to the energy per operation."""
     return spec.power_w / spec.matrix_peak("bf16")
 
 
 def _figures(spec: DeviceSpec) -> tuple[float, ...]:
-    """What tells chips of one architecture apart."""
+    """Figures that distinguish chips of one architecture."""
     peak = spec.matrix_peak("bf16")
     sizes = (spec.memory_bytes, spec.cache_bytes, float(spec.core_count), spec.clock_hz)
     return (spec.power_w, peak, spec.bandwidth, *sizes)
 
 
 def _like(spec: DeviceSpec) -> DeviceSpec | None:
-    """The chip of the catalogue that shares most figures with one of the same architecture."""
+    """The catalogue chip of the same architecture with most figures in common."""
     if not spec.architecture:
         return None
     if in_catalogue(spec.name) and _figures(find_device(spec.name)) == _figures(spec):
@@ -278,7 +278,7 @@ def board_law(spec: DeviceSpec) -> PowerLaw:
 
 @lru_cache(maxsize=1)
 def shipped_law() -> PowerLaw:
-    """The law that ships with the package, read once, without the trees beside it.
+    """The shipped law, read once, without the trees next to it.
 
     Raises:
         ModelError: The file is damaged.
@@ -302,16 +302,17 @@ def fit_law(
     weight: np.ndarray,
     silicon: dict[str, Silicon],
 ) -> PowerLaw:
-    """Fit the law to measured shares of the limit, on logarithms with a robust loss.
+    """Fit the law to measured fractions of the limit, in logarithms with a robust loss.
 
     Args:
-        parts: Devices, and which rows to learn from are theirs, bool of shape ``(n,)`` each.
-        work: Utilisations, shape ``(n,)``.
+        parts: Devices, and masks of their training rows, bool of shape ``(n,)`` each.
+        work: Utilizations, shape ``(n,)``.
         share: Measured power over the limit.
-        weight: Of each row, so that families with many rows do not drown the others.
-        silicon: Measured chips by architecture; their idle power is measured apart, since no row of
-            kernels is idle.
+        weight: Weight of each row, so that families with many rows do not dominate.
+        silicon: Measured chips by architecture; their idle power is measured separately, since no
+            kernel row is idle.
     """
+    # Imported here: SciPy comes with scikit-learn, which only training needs.
     # SciPy comes with scikit-learn, which training needs anyway.
     from scipy.optimize import least_squares
 
@@ -332,10 +333,10 @@ def fit_law(
 
 
 def cap_share(watts: float | None, spec: DeviceSpec) -> float:
-    """A power cap as a share of a device's limit; 1 without a cap.
+    """A power cap as a fraction of a device's limit; 1 without a cap.
 
     Raises:
-        DeviceError: The limit is unknown, or the cap lies outside what boards allow.
+        DeviceError: The limit is unknown, or the cap is outside the allowed range.
     """
     if watts is None:
         return 1.0
@@ -356,14 +357,14 @@ def cap_share(watts: float | None, spec: DeviceSpec) -> float:
 
 
 def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw) -> np.ndarray:
-    """Times and ends of their intervals under a cap, shape ``(n, 3)``.
+    """Times with interval bounds under a cap, shape ``(n, 3)``.
 
-    The error of the law widens intervals where the clock falls (:meth:`PowerLaw.error`).
+    The error of the law widens intervals where the clock is reduced (:meth:`PowerLaw.error`).
 
     Args:
-        times: Seconds and both ends without a cap, shape ``(n, 3)``.
-        work: Utilisations.
-        cap: Share of the limit.
+        times: Seconds with both bounds without a cap, shape ``(n, 3)``.
+        work: Utilizations.
+        cap: Fraction of the limit.
         law: The law of the device.
     """
     slower = law.slowdown(work, cap)
@@ -371,12 +372,12 @@ def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw) -> np.ndarr
     ratios = made[:, 1:] / made[:, :1]
     wide = np.stack([under_cap(low, high, cap, law) for low, high in ratios])
     made[:, 1:] = made[:, :1] * np.where(slower[:, None] > 1.0, wide, ratios)
-    # A cap makes nothing faster: lower ends stay above what holds without one.
+    # A cap makes nothing faster: lower bounds are at least those without it.
     made[:, 1] = np.maximum(made[:, 1], times[:, 1])
     return np.asarray(made)
 
 
 def under_cap(low: float, high: float, cap: float, law: PowerLaw) -> tuple[float, float]:
-    """Ends of an interval over its middle, with the law's error under a cap as well."""
+    """Interval bounds relative to the middle, with the law's error under a cap added."""
     below, above = with_error((np.log(low), np.log(high)), law.error(cap))
     return float(np.exp(below)), float(np.exp(above))

@@ -1,4 +1,4 @@
-"""The model of board power: times and watts of library operators, with intervals."""
+"""Board power model: times and watts of library operators, with intervals."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins
 from .law import PowerLaw, Silicon, fit_law
 from .rows import PowerRows
 
-#: Trees of the time and of the power, their depth, and least rows of a leaf. Small: the file ships.
+#: Numbers of trees for time and power, their depth, and least rows in a leaf. Small: the file
+#: ships.
 _TREES, _DEPTH, _LEAF = (400, 400), 8, 5
-#: Readings of the board's sensor from which a row shows the sustained power. The sensor averages
-#: over a second or so: shorter runs read what ran before them (rows of one shape differ by 20 % in
-#: the mean below ten readings, by 4 % from ten on).
+#: Fewest readings of the board's sensor for a row of sustained power. The sensor averages over a
+#: second or so: shorter runs include what ran before (rows of one shape differ by 20 % on average
+#: with fewer than ten readings, by 4 % with more).
 SUSTAINED = 10
-#: Readings from which a row is learned from at all (the kernel pack's README, trap 3).
+#: Fewest readings for a row to be learned from at all (the kernel pack's README, trap 3).
 LEAST = 4
-#: Share of the idle power that a board may read, asleep.
+#: Lower limit of predictions relative to idle power: boards may sleep.
 _ASLEEP = 0.9
-#: Bins of the time in which errors of power are kept apart: short kernels' readings are noisier.
+#: Time bins for errors of power: readings of short kernels are noisier.
 _BINS = 5
 
 
 class PowerErrors(NamedTuple):
-    """Errors on ``n`` rows that were not learned from.
+    """Errors on ``n`` held-out rows.
 
     Attributes:
-        at: Their positions.
+        at: Indices of the rows.
         device: Device of each, object.
         name: Class of kernels of each, object.
         seconds: Predicted times.
         time: Logarithms of measured over predicted time.
-        power: The same of power.
+        power: Logarithms of measured over predicted power.
     """
 
     at: np.ndarray
@@ -55,11 +56,11 @@ class PowerAnswer(NamedTuple):
 
     Attributes:
         seconds: Times.
-        seconds_lo: Lower ends.
-        seconds_hi: Upper ends.
-        watts: Mean board power; nan where the device's limit is unknown.
-        watts_lo: Lower ends.
-        watts_hi: Upper ends.
+        seconds_lo: Lower bounds of the times.
+        seconds_hi: Upper bounds of the times.
+        watts: Mean board power; NaN if the device's limit is unknown.
+        watts_lo: Lower bounds of the power.
+        watts_hi: Upper bounds of the power.
         scope: ``known``, or ``unseen`` for devices and classes of kernels without measured power.
     """
 
@@ -74,19 +75,18 @@ class PowerAnswer(NamedTuple):
 
 @dataclass
 class PowerModel(JsonModel):
-    """What measured kernels teach about power.
+    """Learned board power.
 
     Attributes:
-        law: The law; for programs and steps, all there is.
+        law: The law, the only part for programs and steps.
         classes: Classes of kernels of the measured rows.
         devices: Devices that they ran on.
-        trees: Logarithm of measured over predicted time, and of measured over
-            the law's power.
-        time_ends: Ends of the interval of times as logarithms: known, and unseen.
-        power_ends: Of power, by bin of time.
-        unseen_ends: Of power for unseen devices and classes.
+        trees: Logarithms of measured over predicted time, and of measured power over the law's.
+        time_ends: Interval bounds of times as logarithms: known, and unseen.
+        power_ends: Interval bounds of power, by bin of time.
+        unseen_ends: Interval bounds of power for unseen devices and classes.
         edges: Edges of the bins, in seconds.
-        provenance: What it was learned from.
+        provenance: Description of the training data.
     """
 
     form, what = 2, "power"
@@ -117,32 +117,32 @@ class PowerModel(JsonModel):
             seconds * np.exp(time[:, 0]),
             seconds * np.exp(time[:, 1]),
             watts,
-            # A board holds its limit but for a reading's ripple, and never draws less than idle.
+            # A board exceeds its limit only by sensor ripple, and does not fall below idle.
             np.maximum(watts * np.exp(power[:, 0]), _ASLEEP * idle * rows.limit),
             np.minimum(watts * np.exp(power[:, 1]), 1.02 * rows.limit),
             np.where(known, "known", "unseen").astype(object),
         )
 
     def _ends(self, seconds: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ends of the intervals of power and of times, as logarithms of shape ``(n, 2)``."""
+        """Interval bounds of power and of times, as logarithms of shape ``(n, 2)``."""
         own = np.array(self.power_ends)[np.searchsorted(self.edges, seconds, side="right")]
         power = np.where(known[:, None], own, np.array(self.unseen_ends))
         time = np.where(known[:, None], np.array(self.time_ends[0]), np.array(self.time_ends[1]))
         return power, time
 
     def ends_of(self, left: PowerErrors, known: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Ends of the intervals of power and of times of what was left out."""
+        """Interval bounds of power and of times on held-out rows."""
         return self._ends(left.seconds, np.full(len(left.seconds), known))
 
     def _raw(self, rows: PowerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds, power, and power of a board that runs nothing, as shares of the limit."""
+        """Seconds, power, and idle power as fractions of the limit."""
         seconds = rows.seconds * np.exp(self._asked(self.trees[0], rows, rows.seconds))
         law, idle = rows.share(self.law, seconds)
         share = law * np.exp(self._asked(self.trees[1], rows, seconds))
         return seconds, np.clip(share, _ASLEEP * idle, 1.0), idle
 
     def _asked(self, trees: SavedTrees, rows: PowerRows, seconds: np.ndarray) -> np.ndarray:
-        """What trees say; of a device that they do not know, the mean over those that they do."""
+        """Predictions of trees; for an unknown device, the mean over the known ones."""
         seen = np.isin(rows.device.astype(str), self.devices)
         said = np.zeros(len(seconds))
         asked = [(rows.device, seen)]
@@ -154,11 +154,11 @@ class PowerModel(JsonModel):
         return said / np.where(seen, 1.0, len(self.devices))
 
     def calibrate(self, errors: PowerErrors, unseen: PowerErrors | None) -> None:
-        """Take the ends of intervals from rows that were not learned from.
+        """Calibrate intervals on held-out rows.
 
         Args:
-            errors: Of rows of known devices and classes.
-            unseen: Of devices that were left out; ``None`` where only one was measured.
+            errors: Errors on rows of known devices and classes.
+            unseen: Errors on held-out devices; ``None`` if only one was measured.
         """
         self.edges, bins = size_bins(errors.seconds, _BINS)
         by_bin = Calibrator[int]().pool(errors.power, bins.tolist())
@@ -166,8 +166,8 @@ class PowerModel(JsonModel):
         self.power_ends = [by_bin.of((b,), every) for b in range(len(self.edges) + 1)]
         low, high = including_zero(ends(errors.time))
         if unseen is None:
-            # Another chip's times are off by what the operators' model errs there, twice as much as
-            # on chips that it knows (docs/operators.md); its power by twice as much as well.
+            # On another chip, the operators' model has twice the error in times as on known chips
+            # (docs/operators.md); the error of power is taken as twice as large as well.
             self.time_ends = ((low, high), (2.0 * low, 2.0 * high))
             self.unseen_ends = (2.0 * every[0], 2.0 * every[1])
             return
@@ -175,7 +175,7 @@ class PowerModel(JsonModel):
         self.unseen_ends = including_zero(balanced(unseen.power, unseen.device))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
         return {
             "law": asdict(self.law),
             "classes": self.classes,
@@ -208,7 +208,7 @@ class PowerModel(JsonModel):
 def left_errors(
     model: PowerModel, rows: PowerRows, seconds: np.ndarray, share: np.ndarray, at: np.ndarray
 ) -> PowerErrors:
-    """Errors of a model on rows that it did not learn from."""
+    """Errors of a model on held-out rows."""
     own = rows.take(at)
     said, power, _ = model._raw(own)
     time, watts = np.log(seconds[at] / said), np.log(share[at] / power)
@@ -223,19 +223,19 @@ def fit_power(
     learn: np.ndarray,
     seed: int = 0,
 ) -> tuple[PowerModel, PowerErrors, PowerErrors | None]:
-    """Learn power, and the times of the software that it was measured with.
+    """Learn power, and times of the software that it was measured with.
 
     Args:
         rows: The operators.
         seconds: Measured times.
         share: Measured power over the board's limit.
-        readings: Readings of the board's sensor within each row.
-        learn: Rows to learn from; the others (at least 100) give the ends of intervals.
-        seed: Of the trees' draws.
+        readings: Number of sensor readings of each row.
+        learn: Mask of the training rows; the others (at least 100) calibrate intervals.
+        seed: Seed of the trees' draws.
 
     Returns:
-        The model, its errors on the rows that it did not learn from, and those of models that lack
-        a device on that device's rows, if there are several devices.
+        The model, its errors on held-out rows, and the errors on each device of models trained
+        without it, if there are several devices.
     """
     read = readings >= LEAST
     steady = rows.known & (readings >= SUSTAINED)
@@ -268,7 +268,7 @@ def _law_ends(
     steady: np.ndarray,
     learn: np.ndarray,
 ) -> Ends:
-    """Ends of the law's interval: families and devices left out in turn."""
+    """Interval bounds of the law: families and devices held out in turn."""
     family = rows.family()
     errors, group = [], []
     for name in np.unique(family[steady & learn]):
@@ -290,7 +290,7 @@ def _law(
     at: np.ndarray,
     silicon: dict[str, Silicon],
 ) -> PowerLaw:
-    """The law of rows, in which the families of a device count alike."""
+    """The law of some rows, with equal weights for the families of a device."""
     group = [f"{d} {f}" for d, f in zip(rows.device, rows.family(), strict=True)]
     _, place = np.unique(group, return_inverse=True)
     weight = 1.0 / np.sqrt(np.maximum(np.bincount(place[at], minlength=place.max() + 1), 1))[place]
@@ -300,13 +300,13 @@ def _law(
 
 
 def _silicon(rows: PowerRows, share: np.ndarray, at: np.ndarray) -> dict[str, Silicon]:
-    """Idle power by architecture, in shares of the limit of the first of its boards."""
+    """Idle power by architecture, in fractions of the limit of the first of its boards."""
     found: dict[str, list[tuple[str, float]]] = {}
     for board, own in rows.boards():
         if (own & at).any():
             chips = found.setdefault(board.architecture, [])
             base = find_device(chips[0][0]) if chips else board
-            # Not the least reading: a row may catch its board asleep.
+            # A quantile, since the minimum may be of a sleeping board.
             idle = float(np.quantile(share[own & at], 0.001)) * board.power_w / base.power_w
             chips.append((board.name, idle * base.core_count / board.core_count))
     return {
@@ -324,7 +324,7 @@ def _learned(
     learn: np.ndarray,
     seed: int,
 ) -> PowerModel:
-    """A law and trees, without the ends of intervals."""
+    """A law and trees, without calibrated intervals."""
     law = _law(rows, seconds, share, steady & learn, _silicon(rows, share, learn))
     classes = sorted({str(name) for name in rows.name[learn]})
     devices = sorted({str(name) for name in rows.device[learn]})
@@ -346,7 +346,7 @@ def _learned(
 
 
 def balanced(errors: np.ndarray, group: np.ndarray) -> Ends:
-    """5 and 95 % quantiles of errors over groups that count alike."""
+    """5 and 95 % quantiles of errors with equal weights per group."""
     names, place, count = np.unique(group.astype(str), return_inverse=True, return_counts=True)
     weight = 1.0 / count[place] / len(names)
     low, high = (weighted_quantile(errors, weight, level) for level in (0.05, 0.95))

@@ -1,4 +1,4 @@
-"""Rows of the power table as utilisations and features, with times that operators' models give."""
+"""Rows of the power table as utilizations and features, with times from operator models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...features.operators.features import op_features
 from ..operators import OpModel
 from .law import PowerLaw, Work
 
-#: Parameters of operators, whole modules included, whose logarithms are features.
+#: Parameters of operators and whole modules whose logarithms are features.
 SHAPES = (
     "b", "m", "n", "k", "rows", "cols", "batch", "q_heads", "kv_heads", "head_dim", "v_head_dim",
     "q_len", "kv_len", "window", "tokens", "hidden", "inter", "topk", "experts", "tp", "ep",
@@ -26,8 +26,8 @@ SHAPES = (
 )  # fmt: skip
 #: Columns that name a class of kernels.
 _CLASS = ("family", "op", "dtype", "kv_dtype", "kernel")
-#: Work of an operator without a model, the root of its FLOPs times its bytes, as the start of its
-#: time: 100 µs on the board of the table's rows, an H200. The trees learn the rest.
+#: Initial time of an operator without a model, as the geometric mean of FLOPs and bytes: 100 µs on
+#: the board of the table's rows, an H200. The trees learn the rest.
 _START_WORK = 6.891385927e9
 
 
@@ -37,18 +37,18 @@ class PowerRows:
 
     Attributes:
         name: Class of kernels of each row, object.
-        device: Canonical name of the device of each, object.
-        seconds: Times by the operator model, or the start of a time where it has none.
-        known: Whether that model has the family, bool.
-        flops: Operations; 0 where no family counts them.
+        device: Canonical device name of each row, object.
+        seconds: Times by the operator model, or initial values without one.
+        known: Mask of rows whose family the operator model has.
+        flops: FLOPs; 0 if no family counts them.
         moved: Bytes.
         fixed: Seconds of fixed costs.
         base: Analytical estimate in seconds.
-        roofline: Lower bound in seconds.
+        roofline: Lower limit in seconds.
         peak: Dense FLOP/s of the row's dtype.
         bandwidth: Bytes/s of main memory.
-        limit: Power limit in watts; nan where the device's is unknown.
-        shapes: Base-2 logarithms of the parameters, shape ``(n, len(SHAPES))``.
+        limit: Power limit in watts; NaN if the device's is unknown.
+        shapes: Binary logarithms of the parameters, shape ``(n, len(SHAPES))``.
     """
 
     name: np.ndarray
@@ -74,7 +74,7 @@ class PowerRows:
         return np.array([str(name).split("|")[0] for name in self.name], object)
 
     def boards(self) -> list[tuple[DeviceSpec, np.ndarray]]:
-        """Boards of a known limit, and which rows ran on each, bool."""
+        """Boards with a known limit, and masks of their rows."""
         found = []
         for name in dict.fromkeys(self.device):
             own = self.device == name
@@ -85,9 +85,9 @@ class PowerRows:
         return found
 
     def share(self, law: PowerLaw, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Power by the law, and of a board that runs nothing, as shares of the limit.
+        """Power by the law, and idle power, as fractions of the limit.
 
-        Where no family counts work, a middle that trees correct.
+        Rows without counted work take an estimate that trees correct.
         """
         work = self.work(seconds)
         share, idle = np.full((2, len(seconds)), 0.5)
@@ -99,7 +99,7 @@ class PowerRows:
         return share, idle
 
     def work(self, seconds: np.ndarray) -> Work:
-        """Utilisations if the rows take ``seconds``."""
+        """Utilizations if the rows take ``seconds``."""
         attention = np.array(["attention" in str(name) for name in self.name])
         return Work.of(
             self.flops, self.moved, seconds, self.fixed, self.peak, self.bandwidth, attention
@@ -108,13 +108,13 @@ class PowerRows:
     def features(
         self, seconds: np.ndarray, classes: list[str], devices: list[str], board: np.ndarray
     ) -> np.ndarray:
-        """Columns for trees, float32: class, device, how the row lies on it, its parameters.
+        """Columns for trees, float32: class, device, ratios to physical limits, parameters.
 
         Args:
             seconds: Time of each row.
-            classes: Classes that have a flag.
-            devices: Devices that have a flag.
-            board: The one whose flag is set, object, shape ``(n,)``.
+            classes: Classes with a flag.
+            devices: Devices with a flag.
+            board: Device whose flag is set, object, shape ``(n,)``.
         """
         work = self.work(seconds)
         named = [self.name == c for c in classes] + [board == d for d in devices]
@@ -139,7 +139,7 @@ def power_rows(table: pd.DataFrame, operators: OpModel) -> PowerRows:
 
     Args:
         table: ``source``, ``device``, ``family`` and the columns of operators' parameters.
-        operators: Model of operators, for their times.
+        operators: Model of operators, for the times.
 
     Raises:
         DeviceError: A device is not in the catalogue.
@@ -157,7 +157,7 @@ def power_rows(table: pd.DataFrame, operators: OpModel) -> PowerRows:
     }
     bandwidth, limit, matrix = np.reshape([figures[d] for d in rows["device"]], (-1, 3)).T
     start = _START_WORK / np.sqrt(matrix * bandwidth)
-    # One array a field: those of operators with a model are filled in below.
+    # One array per field: operators with a model are filled in below.
     start, base, roofline = (start.copy() for _ in range(3))
     flops, moved, fixed = np.zeros((3, len(rows)))
     peak = np.array(
@@ -193,6 +193,6 @@ def _shapes(rows: pd.DataFrame) -> np.ndarray:
     for place, name in enumerate(SHAPES):
         if name in rows:
             values = pd.to_numeric(rows[name], errors="coerce").to_numpy(float, na_value=np.nan)
-            # -1 where the family has no such parameter: trees need a number.
+            # -1 if the family lacks the parameter: trees need a number.
             made[:, place] = np.where(values >= 0, np.log2(np.maximum(values, 0.0) + 1.0), -1.0)
     return made

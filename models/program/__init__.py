@@ -1,1 +1,1 @@
-"""Composes kernel latencies into a program's time: overlap, overhead, context of a kernel."""
+"""Composes kernel latencies into a program's time: overlap, overheads, context of kernels."""

@@ -1,15 +1,15 @@
 """Features of a kernel's context: what is still in the cache, loops, neighbours, position.
 
-The same kernel takes a different time in another program: an operand may lie in the cache because
-its producer has just written it, a loop may keep its working set there, another kernel may run
-beside it. None of this can be seen from the kernel alone; all of it can be seen from the schedule.
+The same kernel takes a different time in another program: an operand may still be cached because
+its producer has just written it, a loop may keep its working set in the cache, another kernel may
+run concurrently. These effects depend on the schedule rather than the kernel.
 
 The *reuse distance* of an operand is the number of bytes that kernels touch between its producer's
-end and its use, the operand included (Mattson et al., IBM Systems Journal 9, 1970, with bytes for
-pages): it is still in a cache of that size or more. Loop bodies stand in the schedule once, so a
-distance counts what a loop touches once, however often it runs.
+end and its use, including the operand (Mattson et al., IBM Systems Journal 9, 1970, with bytes for
+pages): it is still in a cache of that size or more. Loop bodies appear in the schedule once, so a
+distance counts the bytes of a loop once, however often it runs.
 
-The largest of these effects is arithmetic rather than learned: :func:`loop_factors`.
+The largest of these effects is computed rather than learned: :func:`loop_factors`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from ...features.table.row import rows
 from ...simulate.program.list_schedule import list_schedule
 from .schedule_cost import SMALLEST, durations, reads
 
-#: Fractions of the last-level cache within which an operand is looked for: from what an inner cache
-#: level holds to what is certainly evicted. Engineering estimates; the trees choose among them.
+#: Fractions of the last-level cache for the reuse features: from the size of an inner cache level
+#: to certain eviction. Engineering estimates; the trees choose among them.
 CACHE_PARTS = (1 / 32, 1 / 4, 1.0, 4.0)
-#: Bytes of last-level cache assumed where a device description gives none: 32 MB, in the range of
-#: server CPUs. Engineering estimate.
+#: Default bytes of last-level cache: 32 MB, in the range of server CPUs. Engineering estimate.
 DEFAULT_CACHE = 32e6
-#: Time of a byte that a product reads from main memory, relative to streaming at full bandwidth: a
-#: matrix is packed row by row on few threads, each new page a miss of the TLB. Between the best
+#: Time per byte that a product reads from main memory, relative to streaming at full bandwidth: a
+#: matrix is packed row by row on few threads, and each new page is a TLB miss. Between the best
 #: values for 66 products in loops of ``datagen/datasets/cpu`` (2) and for those of 20 loops written
-#: for it, eleven of them by ``tests/bench/loop_products.py`` (4 to 6).
+#: for it, eleven of them in ``tests/bench/loop_products.py`` (4 to 6).
 COLD = 3.0
 #: Features of a kernel in its program, all dimensionless or logarithms.
 CONTEXT = (
@@ -69,8 +68,8 @@ CONTEXT = (
     "log_ratio",
     *(f"is_{kind}" for kind in KINDS),
 )
-#: Reuse distance of an operand that no kernel made, relative to the cache (log2): 4096 times the
-#: cache, beyond what any schedule reaches.
+#: Reuse distance of a program input, relative to the cache (log2): 4096 times the cache, beyond the
+#: reach of any schedule.
 _FAR = 12.0
 
 
@@ -108,18 +107,18 @@ def context_features(
 def loop_factors(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     """Factors on the latency of products in loops, whose operands stay in a CPU's caches.
 
-    A product outside a loop reads its matrices from main memory, as most of those that models
-    learn from do; in a loop it does so in the first iteration, and later reads them from the cache
-    that holds what an iteration touches. With the arithmetic ``c`` (and the floor), the bytes read
-    ``b``, time per byte ``m`` from main memory and ``h`` as the working set of the loop gets,
+    A product outside a loop reads its matrices from main memory, like most products in the training
+    data; in a loop it does so in the first iteration, and later reads them from the cache that
+    holds the working set of an iteration. With the arithmetic ``c`` (and the floor), the bytes read
+    ``b``, and the time per byte ``m`` from main memory and ``h`` for the working set of the loop,
 
         factor = (c + b h') / (c + b COLD m),    h' = h (1 + (COLD - 1) s)
 
-    where ``s``, from 0 to 1, is how far ``h`` lies from the fastest cache's time to ``m``: a loop
-    that spills over the last cache keeps its products as they are.
+    where ``s``, from 0 to 1, is the position of ``h`` between the fastest cache's time and ``m``: a
+    loop that spills over the last cache does not change its products.
 
     Args:
-        kernels: Of one program, ``n`` of them.
+        kernels: ``n`` kernels of one program.
         device: Device it runs on.
 
     Returns:
@@ -132,19 +131,19 @@ def loop_factors(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     if not own:
         return factors
     row = rows([kernels[i] for i in own])
-    # An operand that is sliced out of an array is another part of it in each iteration.
+    # A sliced operand is a different part of its array in each iteration.
     whole = row[:, INDEX["n_dynamic_slice"]] == 0
     matrix_s, vector_s = compute_seconds(row, device)
     arithmetic = matrix_s + vector_s + device.floor
     size = row[:, INDEX["bytes_in"]]
     sets = np.array([_touched(kernels, kernels[i].scope) for i in own])
     hot = memory_seconds(sets, device) / np.maximum(sets, 1.0)
-    # The same function at both ends: of a set within the first level, and beyond the last.
+    # The same function at both extremes: a set within the first level, and one beyond the last.
     fastest, cold = (
         float(memory_seconds(np.array([s]), device)[0]) / s
         for s in (1.0, 8.0 * device.levels[-1].capacity)
     )
-    # A device described without caches has one speed: nothing is gained in a loop.
+    # A device described without caches has a single speed: loops gain nothing.
     spilled = (hot - fastest) / (cold - fastest) if cold > fastest else np.ones(len(own))
     later = arithmetic + size * hot * (1.0 + (COLD - 1.0) * spilled)
     first = arithmetic + size * cold * COLD
@@ -156,8 +155,8 @@ def loop_factors(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
 
 def _reuses(kernel: Kernel) -> bool:
     """Whether a kernel is a product, which reads matrices that a loop does not change."""
-    # Other kernels in loops mostly read what the kernel before them wrote, in a loop or not: the
-    # correction would raise their error.
+    # Other kernels mostly read the previous kernel's output, in a loop or not: correcting them
+    # would increase their error.
     return kernel.kind in ("gemm", "conv")
 
 
@@ -171,7 +170,7 @@ def _reuse(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
     count = len(kernels)
     touched = np.cumsum([0.0] + [k.bytes for k in kernels])
     features = np.zeros((count, 3 + len(CACHE_PARTS) + 1))
-    # Inputs of the program were written by nobody here: as cold as can be.
+    # Inputs of the program have no producer here: they count as cold.
     features[:, 0] = features[:, 1] = _FAR
     next_use, users = np.full(count, -1), np.zeros(count)
     for i, kernel in enumerate(kernels):
@@ -181,11 +180,11 @@ def _reuse(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
             users[j] += 1
         if not made:
             continue
-        # Bytes touched since the producer ended, and the operand itself, which must fit as well.
+        # Bytes touched since the producer ended, plus the operand itself, which must also fit.
         size = np.array([kernels[j].bytes_out for j in made])
         distance = touched[i] - touched[np.array(made) + 1] + size
-        # A kernel may read less of its operands than their producers wrote (slices) or other inputs
-        # besides: the larger total keeps the shares at most 1.
+        # A kernel may read less of its operands than was written (slices), or other inputs: the
+        # larger total keeps the shares at most 1.
         share = size / max(size.sum(), kernel.bytes_in, 1.0)
         log = _log_ratio(distance, cache)
         features[i, 0] = (log * share).sum() + _FAR * (1 - share.sum())
@@ -204,8 +203,8 @@ def _sizes(lowered: LoweredProgram, cache: float) -> list[np.ndarray]:
     kernels = lowered.kernels
     count = len(kernels)
     every = sum(k.bytes for k in kernels)
-    # A loop's working set is what its body touches in one iteration: later ones find it in a cache
-    # that holds as much.
+    # A loop's working set is what its body touches in one iteration: later iterations find it in a
+    # cache of that size.
     inside: dict[tuple[str, ...], float] = {}
     for kernel in kernels:
         inside[kernel.scope] = inside.get(kernel.scope, 0.0) + kernel.bytes
@@ -221,14 +220,14 @@ def _sizes(lowered: LoweredProgram, cache: float) -> list[np.ndarray]:
 def _beside(
     latency_s: np.ndarray, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> list[np.ndarray]:
-    """Concurrency of each kernel with others, and the share of the program's time it hides."""
+    """Concurrency of each kernel with others, and the hidden share of the program's time."""
     times = durations(latency_s, kernels) * np.array([k.multiplicity for k in kernels])
     workers = max(1, device.core_count) if device.platform == "cpu" else 1
     channel = [k.async_role == "start" for k in kernels]
-    # Predicted times are enough: only the order and the overlap that they imply count.
+    # Predicted times suffice: only the order and overlap that they imply matter.
     line = list_schedule(times, reads(kernels), workers, channel)
-    # Integral over time of the number of kernels that run: within a kernel's own span it counts the
-    # kernel itself, and whatever runs beside it.
+    # Integral over time of the number of running kernels: over a kernel's own span it counts the
+    # kernel itself and all concurrent ones.
     edges = np.unique(np.concatenate([line.start, line.end]))
     opened = np.searchsorted(np.sort(line.start), edges, side="right")
     closed = np.searchsorted(np.sort(line.end), edges, side="right")
@@ -242,8 +241,7 @@ def _beside(
 def _neighbours(latency_s: np.ndarray, kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
     """Times of the kernels before and after, the position, and the share of the program."""
     count = len(kernels)
-    # Neighbours are the kernels that really ran before and after; tuples, parameters and the like
-    # take no time.
+    # Neighbours are the kernels that run before and after; tuples, parameters etc. take no time.
     timed = np.array([k.takes_time for k in kernels])
     log = np.log(np.maximum(latency_s, SMALLEST))
     places = np.flatnonzero(timed)
@@ -283,7 +281,7 @@ def _own(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
 
 
 def _copies(kernels: Sequence[Kernel]) -> np.ndarray:
-    """Number of kernels of the program that equal each, itself included, shape ``(n,)``."""
+    """Number of equal kernels in the program, including itself, shape ``(n,)``."""
     count: dict[str, int] = {}
     for kernel in kernels:
         count[kernel.hash] = count.get(kernel.hash, 0) + 1

@@ -1,10 +1,10 @@
 """Decides whether to correct kernels for their context, which must beat the plain sum.
 
-The choice is made by cross-validation over the training programs alone, whole families held out.
-The kernels' predictions come from cross-fitting; the correction is fitted to the programs of the
-other families, without the kernels that the held-out programs contain; the program model is fitted
-to each candidate in turn and judged on families that it has not seen. A candidate is kept if its
-error is below the plain sum's by more than 2 %.
+The choice uses cross-validation over the training programs, holding out whole families. The
+kernels' predictions come from cross-fitting; the correction is fitted to the programs of the other
+families, without the kernels of the held-out programs; the program model is fitted to each
+candidate in turn and evaluated on held-out families. A candidate is kept if its error is below the
+plain sum's by more than 2 %.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from .context_trees import ContextCorrection, ContextProgram, ContextTrees
 from .program_model import GAIN, ProgramModel
 
 SUM, TREES = "sum", "trees"
-#: Least programs to learn a correction from: twelve in each fold. Engineering estimate; not fitted.
+#: Fewest programs for learning a correction: twelve per fold. Engineering estimate; not fitted.
 MIN_PROGRAMS = 60
-#: Folds over families; each costs a training, and four fifths of the families are left to learn
-#: from.
+#: Folds over families; each costs a training, and leaves four fifths of the families to learn from.
 _FOLDS = 5
-#: Draws of the folds, and trees whose mean is used: a single draw decides too much. Another draw
-#: moves the family error of the trees by about 5 % (docs/models.md).
+#: Draws of the folds, whose trees are averaged: another draw changes the trees' family error by
+#: about 5 % (docs/models.md).
 REPEATS = 2
 
 
 @dataclass
 class ContextChoice:
-    """The candidate that was kept, and the figures behind the choice.
+    """The chosen candidate, and the figures behind the choice.
 
     Attributes:
-        correction: Fitted to all programs; ``None`` if the plain sum stays.
-        program_model: Fitted to the held-out predictions of what was kept.
-        figures: One record a candidate: ``model``, ``family_error`` (mean absolute log error of
-            held-out families, each counting the same), ``kernel_error`` (mean absolute log-ratio
-            of kernels in programs), ``kernel_correlation`` (of the errors of two kernels of a
-            program); empty if there were too few programs to try.
+        correction: Fitted to all programs; ``None`` if the plain sum is kept.
+        program_model: Fitted to the held-out predictions of the chosen candidate.
+        figures: One record per candidate: ``model``, ``family_error`` (mean absolute log error on
+            held-out families of equal weight), ``kernel_error`` (mean absolute log-ratio of kernels
+            in programs), ``kernel_correlation`` (of the errors of two kernels of a program); empty
+            if there were too few programs.
     """
 
     correction: ContextCorrection | None
@@ -79,12 +78,12 @@ def choose_context(
     enough = len(samples) >= MIN_PROGRAMS and plain_model.corrections
     if not enough or not any(p.labelled.any() for p in programs):
         return ContextChoice(None, plain_model)
-    # No trees see a program that they are judged on, nor any of its kernels.
+    # Trees see neither the programs that they are tested on nor their kernels.
     drawn = [held_out_shifts(programs, seed + i, n_jobs) for i in range(REPEATS)]
     shifts = [np.mean(own, axis=0) for own in zip(*drawn, strict=True)]
     moved_model, after = context_figures(samples, programs, shifts)
     figures: list[dict[str, object]] = [{"model": SUM, **before}, {"model": TREES, **after}]
-    # The correction costs time and a file in every model: it has to earn more than the noise of the
+    # The correction costs time and a file in every model: its gain must exceed the noise of the
     # folds.
     if after["family_error"] >= before["family_error"] * (1 - GAIN):
         return ContextChoice(None, plain_model, figures)
@@ -100,8 +99,8 @@ def context_programs(
     """Measured programs with features and the labels of the cross-fitted rows."""
     part = data.frame.iloc[crossed.rows]
     keys = zip(part["device"], part["program"], part["kernel_hash"], strict=True)
-    # A kernel's label is the one measured in this program: the same kernel elsewhere took another
-    # time, which is what there is to learn.
+    # A kernel's label is its time in this program: its difference from other programs is what the
+    # correction learns.
     labels = dict(zip(keys, data.latency_s[crossed.rows].tolist(), strict=True))
     programs = []
     for sample in samples:
@@ -125,7 +124,7 @@ def context_programs(
 def held_out_shifts(
     programs: Sequence[ContextProgram], seed: int = 0, n_jobs: int = 1
 ) -> list[np.ndarray]:
-    """Corrections of every program by trees that saw neither its family nor its kernels.
+    """Corrections of every program by trees fitted without its family and its kernels.
 
     Args:
         programs: Measured programs, ``m`` of them.
@@ -152,7 +151,7 @@ def context_figures(
     programs: Sequence[ContextProgram],
     shifts: Sequence[np.ndarray],
 ) -> tuple[ProgramModel, dict[str, float]]:
-    """The program model on top of held-out corrections, and how good they are.
+    """The program model on top of held-out corrections, and its error figures.
 
     Args:
         samples: Measured programs.
@@ -165,7 +164,7 @@ def context_figures(
     """
     pairs = list(zip(programs, shifts, strict=True))
     left = [np.log(p.label_s / p.predicted_s) - shift for p, shift in pairs]
-    # Equal kernels have equal labels and nearly equal predictions: one of each.
+    # Equal kernels have equal labels and nearly equal predictions: keep one of each.
     first = [np.unique(p.hashes, return_index=True)[1] for p in programs]
     distinct = [
         own[places][p.labelled[places]]
@@ -190,23 +189,23 @@ def context_figures(
     return model, figures
 
 
-#: Least programs with two or more kernels for a correlation. Engineering estimate; not fitted.
+#: Fewest programs with two or more kernels for a correlation. Engineering estimate; not fitted.
 FEWEST_TO_CORRELATE = 20
 
 
 def pair_correlation(errors: Sequence[np.ndarray]) -> float:
-    """Intraclass correlation: of the errors of two different kernels of the same program.
+    """Intraclass correlation of the errors of two different kernels of the same program.
 
     The mean product of the errors of all pairs within a program, averaged over programs, over the
-    mean square, both about the mean of all (Fisher, Statistical Methods for Research Workers, 1925,
-    chapter 7). Every program counts the same, however many kernels it has.
+    mean square, both about the overall mean (Fisher, Statistical Methods for Research Workers,
+    1925, chapter 7). Every program has the same weight, however many kernels it has.
 
     Args:
         errors: For each program the log-ratios of its distinct kernels; programs with fewer than
-            two do not count.
+            two are ignored.
 
     Returns:
-        From 0 to 1; 1, which claims nothing, with fewer than 20 programs.
+        From 0 to 1; 1, the conservative value, with fewer than 20 programs.
     """
     several = [e for e in errors if len(e) > 1]
     if len(several) < FEWEST_TO_CORRELATE:
@@ -217,8 +216,7 @@ def pair_correlation(errors: Sequence[np.ndarray]) -> float:
         left = own - centre
         square = float((left**2).sum())
         squares.append(square / len(left))
-        # (Σe)² = Σe² + the products of all ordered pairs: the mean over pairs without looping over
-        # them.
+        # (Σe)² = Σe² + the products of all ordered pairs: the mean over pairs without a loop.
         pairs.append((float(left.sum()) ** 2 - square) / (len(left) * (len(left) - 1)))
     variance = float(np.mean(squares))
     return float(np.clip(np.mean(pairs) / variance, 0.0, 1.0)) if variance > 0 else 1.0

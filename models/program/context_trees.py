@@ -1,9 +1,8 @@
-"""Boosted trees that correct kernel latencies for what surrounds the kernel in its program.
+"""Boosted trees that correct kernel latencies for a kernel's context in its program.
 
-They learn the log-ratio of a kernel's label *in a program* to the prediction of a model that had
-not seen it, from the features of :mod:`.context`. A program's time is a sum, so the error of the
-sum matters besides the errors of its terms; the objective has both,
-
+They learn the log-ratio of a kernel's label *in a program* to the prediction of a model fitted
+without it, from the features of :mod:`.context`. A program's time is a sum, so the error of the sum
+matters as well as the errors of its terms; the objective has both,
     Σ_kernels |c_i - r_i|_δ  +  λ n/m Σ_programs |log Σ t_i exp(c_i) - log Σ t_i exp(r_i)|_δ'
 
 with the correction ``c``, the label's log-ratio ``r``, the predicted time of all executions ``t``,
@@ -29,16 +28,16 @@ from .context import CONTEXT, context_features, loop_factors
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: Boosting rounds. Like all settings here chosen on the training part of ``unseen_family``, before
-#: the families of any test were looked at (docs/models.md).
+#: Boosting rounds. Like all settings here, chosen on the training part of ``unseen_family``, before
+#: any test family was examined (docs/models.md).
 ROUNDS = 150
-#: Weight λ of the error of a program's sum beside its kernels' errors.
+#: Weight λ of the error of a program's sum relative to its kernels' errors.
 SUM_WEIGHT = 0.5
-#: Bends δ and δ' of Huber's loss, in log units: single kernels scatter more than sums do.
+#: Bends δ and δ' of Huber's loss, in log units: single kernels scatter more than sums.
 BEND_KERNEL = 0.3
 BEND_SUM = 0.1
-#: Parameters of XGBoost: shallow trees with strong regularisation, since there are few families to
-#: generalise from.
+#: Parameters of XGBoost: shallow, strongly regularized trees, since there are few families to
+#: generalize from.
 SETTINGS = {
     "max_depth": 5,
     "eta": 0.05,
@@ -53,8 +52,8 @@ SETTINGS = {
 }
 #: Largest correction of a kernel (log of a factor): larger ones would be extrapolation.
 MAX_SHIFT = float(np.log(4.0))
-#: A program's sum counts if kernels without a label take no more than this share of it: their times
-#: are predictions, which teach nothing.
+#: Largest share of unlabelled kernels' time for a program's sum to count: their times are
+#: predictions.
 MAX_UNLABELLED = 0.02
 
 Objective = Callable[[np.ndarray, object], tuple[np.ndarray, np.ndarray]]
@@ -65,10 +64,10 @@ class ContextProgram:
     """The kernels of one measured program.
 
     Attributes:
-        features: As :func:`.context.context_features` gives them, shape ``(n, f)``.
-        predicted_s: Seconds of one execution by a model that saw none of them, shape ``(n,)``.
-        label_s: Measured seconds in this program, shape ``(n,)``; nan without label.
-        executions: Per run of the program, 0 for kernels that take no time, shape ``(n,)``.
+        features: Result of :func:`.context.context_features`, shape ``(n, f)``.
+        predicted_s: Seconds of one execution by a model fitted without them, shape ``(n,)``.
+        label_s: Measured seconds in this program, shape ``(n,)``; NaN without a label.
+        executions: Executions per run, 0 for kernels that take no time, shape ``(n,)``.
         hashes: Hashes of the kernels, shape ``(n,)``.
         group: Group that is held out as a whole.
     """
@@ -82,7 +81,7 @@ class ContextProgram:
 
     @property
     def labelled(self) -> np.ndarray:
-        """Kernels that can be learned from, bool, shape ``(n,)``."""
+        """Mask of kernels that can be learned from, shape ``(n,)``."""
         return np.asarray(np.isfinite(self.label_s) & (self.executions > 0))
 
     @property
@@ -115,7 +114,7 @@ class ContextTrees:
 
         Args:
             programs: Measured programs.
-            without: Hashes of kernels to leave out, because they are held out elsewhere.
+            without: Hashes of kernels to leave out, because they are held out.
             seed: Random state.
             n_jobs: Threads.
         """
@@ -156,12 +155,12 @@ def objective(
         ratio: Log-ratio of label to prediction, shape ``(n,)``.
         times: Predicted seconds of all executions, shape ``(n,)``.
         where: Program of each kernel, shape ``(n,)``.
-        known: Programs whose sum counts, bool, shape ``(m,)``.
+        known: Mask of the programs whose sum counts, shape ``(m,)``.
     """
     size = len(known)
-    # t · exp(r) is the measured time of a kernel's executions: the label's sum.
+    # t · exp(r) is the measured time of a kernel's executions.
     measured = np.bincount(where, times * np.exp(ratio), size)
-    # λ n/m of the loss; programs whose kernels were all left out do not count.
+    # λ n/m of the loss; programs without any remaining kernels do not count.
     weight = SUM_WEIGHT * len(ratio) / max(int((np.bincount(where, minlength=size) > 0).sum()), 1)
 
     def loss(shift: np.ndarray, _: object) -> tuple[np.ndarray, np.ndarray]:
@@ -173,7 +172,7 @@ def objective(
         # Derivative of log Σ t exp(c) by one kernel's correction: its share of the sum.
         share = corrected / total[where]
         gradient = kernel + weight * program[where] * share
-        # Upper bounds of the curvature, halved: nearly all errors lie beyond the bends.
+        # Upper bounds of the curvature, halved: nearly all errors are beyond the bends.
         curvature = 0.5 * (1.0 / BEND_KERNEL + weight * share / BEND_SUM)
         return gradient, curvature
 
@@ -185,8 +184,8 @@ class ContextCorrection:
     """Corrects kernel latencies for their place in a program.
 
     Attributes:
-        trees: Fitted trees, one set for each seed; the mean of their corrections is applied.
-        platforms: Platforms they were trained on; elsewhere nothing is corrected.
+        trees: Fitted trees, one set per seed, whose corrections are averaged.
+        platforms: Platforms they were trained on; no correction elsewhere.
     """
 
     trees: tuple[ContextTrees, ...]
@@ -199,13 +198,13 @@ class ContextCorrection:
         device: DeviceSpec,
         base_s: np.ndarray | None = None,
     ) -> KernelPrediction:
-        """Correct the predictions of a program's kernels; the roofline's stay as they are.
+        """Correct the predictions of a program's kernels, except those by the roofline.
 
         Args:
-            kernels: Predictions of each by itself.
+            kernels: Predictions of the kernels in isolation.
             lowered: The program.
-            device: Device it runs on; on platforms that were not trained on, nothing changes.
-            base_s: Roofline plus floor of each kernel, if it is there already.
+            device: Device it runs on; no correction on platforms outside the training data.
+            base_s: Roofline plus floor of each kernel, if already computed.
         """
         if device.platform not in self.platforms or not lowered.kernels:
             return kernels
@@ -213,12 +212,12 @@ class ContextCorrection:
             base_s = roofline(lowered.kernels, device).latency_s + device.floor
         features = context_features(kernels.latency, base_s, lowered, device)
         shift = np.mean([trees.shift(features) for trees in self.trees], axis=0)
-        # The trees learned errors of the learned model; a bare roofline errs differently.
+        # The trees learned the errors of the learned model; a bare roofline has different ones.
         factor = np.where(kernels.source != "roofline", np.exp(shift), 1.0)
         return kernels.scaled(factor)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for the manifest; the trees are files of their own."""
+        """Convert to plain data for the manifest; the trees are separate files."""
         return {
             "trees": len(self.trees),
             "platforms": list(self.platforms),
@@ -240,15 +239,15 @@ class ContextCorrection:
 def in_loops(
     prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> KernelPrediction:
-    """Scale the latencies of products in loops; the roofline's stay as they are.
+    """Scale the latencies of products in loops, except those by the roofline.
 
     Args:
-        prediction: Of a program's kernels, each by itself.
+        prediction: Predictions of a program's kernels in isolation.
         kernels: The kernels.
         device: Device it runs on.
     """
     factors = loop_factors(kernels, device)
     if (factors == 1.0).all():
         return prediction
-    # The roofline takes operands from the cache that they fit into already.
+    # The roofline already reads operands from the cache that they fit into.
     return prediction.scaled(np.where(prediction.source != "roofline", factors, 1.0))

@@ -1,10 +1,9 @@
-"""How far a price of the lowering ``fused`` may be from one of the compiler's kernels.
+"""Error of prices of the lowering ``fused`` relative to those of the compiler's kernels.
 
 Programs of every op and random compositions were lowered both ways and priced by one model, on GPUs
-and on TPUs; their errors by what takes most of the time are in ``models/pretrained/fused.json``,
-which ``tests/bench/fused_error.py`` writes. They add to the errors of the kernels, of which they
-are independent. On TPUs, which run no program op by op, the prices of the lowering ``op`` were
-compared too.
+and TPUs; the errors by the dominant group of kernels are in ``models/pretrained/fused.json``, which
+``tests/bench/fused_error.py`` writes. They are independent of the kernels' errors and added to
+them. On TPUs, which run no program op by op, prices of the lowering ``op`` were compared too.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from ..trust.calibrator import NORMAL_90, Ends
 from .program_model import ProgramPrediction
 
 FILE = Path(__file__).parents[1] / "pretrained" / "fused.json"
-#: Key of the ends of all programs together.
+#: Key of the bounds over all programs.
 ALL = "all"
-#: Programs that a group has at least: its ends are those of all programs else. Engineering choice.
+#: Fewest programs of a group; smaller groups take the bounds of all programs. Engineering choice.
 LEAST = 4
-#: Share of bytes between kernels, and of FLOPs outside products, from which the compiler's counts
-#: are told: below, 6 and 1 % of the random compositions differ by more than a tenth, above 44 and
-#: 18 % (``tests/bench/fused_error.py``).
+#: Shares of bytes between kernels, and of FLOPs outside products, above which the compiler's counts
+#: are reported: below, 6 and 1 % of the random compositions differ by more than a tenth, above 44
+#: and 18 % (``tests/bench/fused_error.py``).
 COUNTS = {"bytes": 0.2, "flops": 0.5}
-#: Groups that pass nothing to one another which the compiler could keep on the chip: their products
-#: and passes are kernels of their own in every lowering.
+#: Groups without transfers to one another that the compiler could keep on the chip: their products
+#: and passes are separate kernels in every lowering.
 _APART = ("gemm", "conv", "sort", "custom_call")
-#: Share of an op-by-op time that is left at least where its kernels are joined. Of programs left
-#: out in turn, the median of upper over lower end is 26 with 0.15 or 0.2, 48 with 0.05, 38 with 0.4
-#: and 73 with 1, which is one pair of ends for all programs.
+#: Least fraction of an op-by-op time that remains after joining its kernels. Over programs held out
+#: in turn, the median ratio of upper to lower bound is 26 with 0.15 or 0.2, 48 with 0.05, 38 with
+#: 0.4 and 73 with 1, which is a single pair of bounds for all programs.
 LEAST_LEFT = 0.15
-#: Half-width in logarithms from which a note says so.
+#: Log half-width above which a note is given.
 _TELLING = log(1.25)
 _COUNTED = {
     "bytes": "bytes ({share:.0%} pass between kernels or through library calls, which it may join, "
@@ -61,9 +60,9 @@ _WORDS = {
 
 
 def group_of(kernel: Kernel) -> str:
-    """What a kernel counts as: its kind, apart from updates in place and generated numbers."""
+    """Group of a kernel: its kind, except for in-place updates and random numbers."""
     if kernel.opcode == "copy" and not _changes_layout(kernel):
-        # The copy that an update of an argument starts from: the compiler may do without.
+        # The copy at the start of an argument's update, which the compiler may omit.
         return "gather_scatter"
     names = {op.opcode for part in kernel.body.computations.values() for op in part.ops}
     return "random" if "rng-bit-generator" in names else kernel.kind
@@ -75,7 +74,7 @@ def _changes_layout(kernel: Kernel) -> bool:
 
 
 def shares(kernels: Sequence[Kernel], latency_s: np.ndarray) -> dict[str, float]:
-    """Share of each group in the time of a program, from seconds of one execution, ``(n,)``."""
+    """Fraction of each group in a program's time, from seconds of one execution, ``(n,)``."""
     found: dict[str, float] = {}
     for kernel, seconds in zip(kernels, latency_s.tolist(), strict=True):
         if kernel.takes_time:
@@ -88,13 +87,13 @@ def shares(kernels: Sequence[Kernel], latency_s: np.ndarray) -> dict[str, float]
 def fit(
     groups: Sequence[str], scores: np.ndarray, below: np.ndarray, above: np.ndarray
 ) -> dict[str, Ends]:
-    """Ends of each group in logarithms, on top of those of the kernels.
+    """Bounds of each group in logarithms, in addition to those of the kernels.
 
     Args:
-        groups: What takes most of the time of each of ``n`` programs.
+        groups: Dominant group of each of ``n`` programs.
         scores: ``log(xla / fused)`` of each, shape ``(n,)``.
-        below: Distance of the kernels' lower end in logarithms, positive, shape ``(n,)``.
-        above: That of the upper end.
+        below: Distance of the kernels' lower bound in logarithms, positive, shape ``(n,)``.
+        above: Distance of the kernels' upper bound.
     """
     own = np.array(groups)
     counts = {group: int((own == group).sum()) for group in sorted(set(groups))}
@@ -107,8 +106,8 @@ def fit(
 
 
 def _beyond(scores: np.ndarray, ends: np.ndarray) -> float:
-    """What is missing to the 95 % quantile of both errors together, in quadrature."""
-    # Only fitting asks for it, and it takes longer to load than most programs to predict.
+    """The part, in quadrature, by which the 95 % quantile of both errors exceeds the bounds."""
+    # Imported here: only fitting needs it, and it takes longer to load than most predictions.
     from scipy.special import ndtr
 
     deviation = np.maximum(ends, 1e-3) / NORMAL_90
@@ -122,23 +121,23 @@ def _beyond(scores: np.ndarray, ends: np.ndarray) -> float:
 
 @cache
 def shipped(platform: str) -> Mapping[str, Ends]:
-    """Ends by group, as they ship; empty for a platform that was not compared."""
+    """Shipped bounds by group; empty for a platform that was not compared."""
     kept = json.loads(FILE.read_text())["platforms"].get(platform, {"ends": {}})
     return {group: (lo, hi) for group, (lo, hi) in kept["ends"].items()}
 
 
 def _passed(lowered: LoweredProgram) -> float:
-    """Share of the bytes that pass between kernels."""
+    """Fraction of the bytes that pass between kernels."""
     moved = sum(k.bytes * k.multiplicity for k in lowered.kernels if k.takes_time)
     return max(0.0, 1.0 - lowered.entry_bytes / moved) if moved else 0.0
 
 
 def left_joined(lowered: LoweredProgram, parts: Mapping[str, float]) -> float:
-    """Share of a program's time op by op that is left if nothing passes between joined kernels.
+    """Fraction of a program's op-by-op time that remains without transfers in joined kernels.
 
     Args:
         lowered: The program by ``op``.
-        parts: Shares by group of its time, as :func:`shares` gives them.
+        parts: Fractions of its time by group, from :func:`shares`.
     """
     joined = sum(share for group, share in parts.items() if group not in _APART)
     return max(1.0 - joined * _passed(lowered), LEAST_LEFT)
@@ -146,7 +145,7 @@ def left_joined(lowered: LoweredProgram, parts: Mapping[str, float]) -> float:
 
 @cache
 def shipped_op(platform: str) -> Ends | None:
-    """Ends in logarithms of the compiler's time over what :func:`left_joined` leaves of op's.
+    """Log bounds of the compiler's time over the part of op's left by :func:`left_joined`.
 
     Returns:
         5 and 95 % quantiles; ``None`` for a platform where they were not compared.
@@ -156,23 +155,22 @@ def shipped_op(platform: str) -> Ends | None:
 
 
 def op_ends(left: float, known: Ends) -> Ends:
-    """Ends in logarithms around the time by ``op``, which they hold.
+    """Log bounds around the time by ``op``, which they include.
 
     Args:
-        left: As :func:`left_joined`.
-        known: As :func:`shipped_op`.
+        left: Result of :func:`left_joined`.
+        known: Result of :func:`shipped_op`.
     """
     return min(log(left) + known[0], 0.0), max(log(left) + known[1], 0.0)
 
 
 def uncertain_counts(lowered: LoweredProgram) -> dict[str, float]:
-    """Find which of a program's counts rest on how kernels are formed, and by what share.
+    """Find which of a program's counts depend on how kernels are formed, and to what extent.
 
     Returns:
-        ``bytes``: share of those that pass between kernels, which the compiler may join or part
-        otherwise; with library calls, 1, for their layouts are not known. ``flops``: share of those
-        outside products, which each kernel that reads them may compute again. Only where they are
-        above :data:`COUNTS`.
+        ``bytes``: fraction passed between kernels, which the compiler may join or split
+        differently; 1 with library calls, whose layouts are unknown. ``flops``: fraction outside
+        products, which each reading kernel may recompute. Only fractions above :data:`COUNTS`.
     """
     kernels = [k for k in lowered.kernels if k.takes_time]
     flops = sum(k.flops * k.multiplicity for k in kernels)
@@ -188,13 +186,13 @@ def uncertain_counts(lowered: LoweredProgram) -> dict[str, float]:
 
 @cache
 def shipped_counts(platform: str) -> Mapping[str, Ends]:
-    """The compiler's count over ours where :func:`uncertain_counts` names it: 5 and 95 % ends."""
+    """Ratio of the compiler's counts to ours for :func:`uncertain_counts`: 5 and 95 % bounds."""
     kept = json.loads(FILE.read_text())["platforms"].get(platform, {})
     return {what: (lo, hi) for what, (lo, hi) in kept.get("counts", {}).items()}
 
 
 def count_note(lowered: LoweredProgram, device: DeviceSpec) -> tuple[str, ...]:
-    """Say by how much the compiler's counts of bytes and FLOPs may differ, and why."""
+    """A note on how much the compiler's counts of bytes and FLOPs may differ, and why."""
     ends = shipped_counts(device.platform)
     said = []
     for what, share in uncertain_counts(lowered).items() if lowered.lowering == "fused" else ():
@@ -205,13 +203,13 @@ def count_note(lowered: LoweredProgram, device: DeviceSpec) -> tuple[str, ...]:
 
 
 def ends_of(parts: Mapping[str, float], known: Mapping[str, Ends]) -> Ends:
-    """Ends of a program in logarithms from the share of each group in its time.
+    """Log bounds of a program from the fraction of each group in its time.
 
-    Groups err independently of each other, so that their parts add in quadrature.
+    Errors of groups are independent, so that their parts add in quadrature.
 
     Args:
-        parts: Shares by group.
-        known: Ends by group, as :func:`shipped` or :func:`fit` give them.
+        parts: Fractions by group.
+        known: Bounds by group, from :func:`shipped` or :func:`fit`.
     """
     pairs = [(share, known.get(group, known[ALL])) for group, share in parts.items()]
     low, high = (hypot(*(share * ends[side] for share, ends in pairs)) for side in (0, 1))
@@ -221,17 +219,16 @@ def ends_of(parts: Mapping[str, float], known: Mapping[str, Ends]) -> Ends:
 def widened(
     wall: ProgramPrediction, lowered: LoweredProgram, latency_s: np.ndarray, device: DeviceSpec
 ) -> ProgramPrediction:
-    """Widen a program's interval by what its lowering may be wrong by.
+    """Widen a program's interval by the error of its lowering.
 
-    A TPU runs no program op by op: there the ends of ``op`` are those of the compiler's time over
-    its own, whatever such kernels may be off by, which nobody runs.
+    A TPU runs no program op by op: there the bounds of ``op`` are those of the compiler's time,
+    whatever the error of such kernels, which never run.
 
     Args:
-        wall: Time and ends in seconds.
-        lowered: The program; nothing changes unless it was lowered by ``fused``, or by ``op`` for a
-            TPU.
+        wall: Time and bounds in seconds.
+        lowered: The program; only changed if it was lowered by ``fused``, or by ``op`` for a TPU.
         latency_s: Seconds of one execution of each kernel, shape ``(n,)``.
-        device: Nothing is known of the error on platforms that were not compared.
+        device: The device; no change on platforms that were not compared.
     """
     if (by_op := _ends_by_op(lowered, latency_s, device)) is not None:
         low, high = by_op
@@ -256,7 +253,7 @@ def _ends_by_op(lowered: LoweredProgram, latency_s: np.ndarray, device: DeviceSp
 def lowering_note(
     lowered: LoweredProgram, latency_s: np.ndarray, device: DeviceSpec
 ) -> tuple[str, ...]:
-    """Say where the compiler's kernels may take a time of their own; as :func:`widened`."""
+    """A note if the compiler's kernels may take a different time, as in :func:`widened`."""
     if (by_op := _ends_by_op(lowered, latency_s, device)) is not None:
         low, high = by_op
         return (
@@ -282,9 +279,9 @@ def lowering_note(
 
 
 def _op_note(lowered: LoweredProgram, latency_s: np.ndarray) -> tuple[str, ...]:
-    """Say what share is left where a compiler joins kernels: the interval is that of ops alone."""
+    """A note on the time left if a compiler joins kernels: the interval is for single ops."""
     left = left_joined(lowered, shares(lowered.kernels, latency_s))
-    # A compiler's own kernels are joined already.
+    # A compiler's kernels are already joined.
     if -log(left) < _TELLING or any(k.opcode == "fusion" for k in lowered.kernels):
         return ()
     least = " or less" if left == LEAST_LEFT else ""

@@ -1,23 +1,23 @@
 """From kernel latencies to the wall time of a program.
 
-Two stages, each kept only where it beats the simpler answer on held-out families:
+Two stages, each kept only if it beats the simpler one on held-out families:
 
 1. physics with few coefficients, ``wall = (1 - θ) · total + θ · makespan + c · executions · floor +
    d · dispatch`` with ``0 ≤ θ ≤ 1`` and ``c, d ≥ 0`` (robust least squares of the relative error;
    Lawson & Hanson's NNLS), against the plain sum ``total + gaps + dispatch``. The kernels' times
-   themselves have no free factor, so that what small programs lose between kernels is never
-   attributed to the kernels of large ones;
+   have no free factor, so that losses between kernels of small programs are never attributed to the
+   kernels of large ones;
 2. a small robust ridge regression of ``log(wall / stage 1)`` on the shape of the schedule.
 
-It is fitted to predictions of kernels that the kernel model had not seen, since that is what it
-meets in use. Coefficients are kept per platform; a platform never fitted gets the plain sum.
+It is fitted to held-out predictions of kernels, as in its use. Coefficients are kept per platform;
+platforms without a fit take the plain sum.
 
-Intervals are conformal, from whole programs of held-out families, so nothing is assumed about how
+Intervals are conformal, from whole programs of held-out families, so no assumption is needed on how
 errors of kernels add up. What is measured is how the width should differ between programs: if the
 log errors of any two kernels of a program have the correlation ``ρ``, the sum of kernels with
-shares ``w`` of the time has an error in proportion to ``sqrt(ρ + (1 - ρ) Σ w²)``, 1 for a single
+shares ``w`` of the time has an error proportional to ``sqrt(ρ + (1 - ρ) Σ w²)``, 1 for a single
 kernel and ``sqrt(ρ)`` for very many. The conformal scores are divided by it, and intervals
-multiplied by it (normalised conformal prediction: Papadopoulos et al., ECML 2002).
+multiplied by it (normalized conformal prediction: Papadopoulos et al., ECML 2002).
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ CORRECTION = (
     "log_iterations",
     *(f"share_{kind}" for kind in KINDS),
 )
-#: Ridge penalties to choose from, a decade apart, strongest first: a weaker one must beat it.
+#: Candidate ridge penalties, a decade apart, strongest first: a weaker one must beat it.
 ALPHAS = (0.3, 0.03, 0.003)
-#: Where Huber's loss turns linear, in log units: errors above 15 % count as outliers. Engineering
-#: estimate; not fitted.
+#: Bend of Huber's loss, in log units: errors above 15 % count as outliers. Engineering estimate;
+#: not fitted.
 HUBER = 0.15
-#: Values of θ to choose from, in steps of 5 %.
+#: Candidate values of θ, in steps of 5 %.
 OVERLAPS = np.linspace(0.0, 1.0, 21)
-#: Least programs to fit anything to, of two families or more. Engineering estimate; not fitted.
+#: Fewest programs for a fit, of two families or more. Engineering estimate; not fitted.
 MIN_PROGRAMS = 12
 #: Largest correction (log of a factor): larger ones would be extrapolation.
 MAX_CORRECTION = float(np.log(3.0))
-#: A stage must lower the error of the simpler one by this share to be kept: less is within what
-#: another draw of the folds changes. Engineering estimate; not fitted.
+#: Least relative reduction of the error for a stage to be kept: smaller ones are within the noise
+#: of the folds. Engineering estimate; not fitted.
 GAIN = 0.02
-#: Programs of similar size whose errors make one interval: enough for 5 % tails that are not the
-#: extremes (see ``MIN_SCORES`` in :mod:`opcast.models.trust.calibrator`).
+#: Programs of similar size per interval bin: enough for 5 % tails that are not the extremes (see
+#: ``MIN_SCORES`` in :mod:`opcast.models.trust.calibrator`).
 PER_BIN = 50
 #: Folds over families; more than elsewhere, since no kernel model is trained for them.
 _FOLDS = 10
@@ -73,9 +73,9 @@ class ProgramPrediction(NamedTuple):
 
     Attributes:
         latency: Expected time.
-        lo: Lower end.
-        hi: Upper end.
-        least: What no run falls below; 0 where nobody asked.
+        lo: Lower bound.
+        hi: Upper bound.
+        least: Physical lower limit of a run; 0 if it was not computed.
     """
 
     latency: float
@@ -92,10 +92,10 @@ class WallTimeCorrection:
         physics: ``1 - θ, θ, c, d`` of stage 1; ``None`` for the plain sum.
         mean: Means of the stage-2 features.
         scale: Inverse standard deviations of the stage-2 features; 0 for constant ones.
-        coef: Coefficients of the standardised features, intercept last; all zero for no correction.
-        conformal: Intervals from held-out programs, their scores divided by :func:`spread`.
-        correlation: Correlation of the log errors of two kernels of a program; 1 makes every spread
-            1.
+        coef: Coefficients of the standardized features, intercept last; all zero for no correction.
+        conformal: Intervals from held-out programs, with scores divided by their spread.
+        correlation: Correlation of the log errors of two kernels of a program; with 1, every spread
+            is 1.
         error: Mean absolute log error on held-out families, by candidate.
     """
 
@@ -110,8 +110,7 @@ class WallTimeCorrection:
     def predict(self, costs: Sequence[ScheduleCost]) -> np.ndarray:
         """Wall times in seconds, shape ``(n,)``."""
         base = physics_time(costs, self.physics)
-        # Clipped at four standard deviations, so that a program unlike any other is not
-        # extrapolated.
+        # Clipped at four standard deviations, so that unusual programs are not extrapolated.
         values = np.clip((features(costs) - self.mean) * self.scale, -4.0, 4.0)
         shift = values @ self.coef[:-1] + self.coef[-1]
         return np.asarray(base * np.exp(np.clip(shift, -MAX_CORRECTION, MAX_CORRECTION)))
@@ -119,10 +118,10 @@ class WallTimeCorrection:
     def interval(
         self, wall_s: np.ndarray, costs: Sequence[ScheduleCost]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper ends in seconds around predicted wall times, shape ``(n,)`` each."""
+        """Lower and upper bounds in seconds around predicted wall times, shape ``(n,)`` each."""
         # Programs have no cells: all of them are calibrated as cell 0.
         lo, hi = self.conformal.interval(wall_s, np.zeros(len(wall_s), np.int64))
-        # The ends are stored for a spread of 1: a power of the ratio multiplies them in log space.
+        # The bounds are stored for a spread of 1: a power of the ratio scales them in log space.
         width = np.array([cost.together(self.correlation) for cost in costs])
         return wall_s * (lo / wall_s) ** width, wall_s * (hi / wall_s) ** width
 
@@ -131,8 +130,8 @@ class ProgramModel:
     """Wall time of programs.
 
     Attributes:
-        corrections: By platform.
-        overheads: By platform; they count where no correction was fitted.
+        corrections: Fitted coefficients by platform.
+        overheads: Overheads by platform, for platforms without a correction.
     """
 
     def __init__(self) -> None:
@@ -151,8 +150,8 @@ class ProgramModel:
         """Fit to measured programs.
 
         Args:
-            kernels_latency: For each program the predicted seconds of its kernels, by a model that
-                saw none of them.
+            kernels_latency: For each program the predicted seconds of its kernels, by a model
+                fitted without them.
             lowered: Their schedules.
             devices: Device that each ran on.
             wall_s: Measured wall times in seconds, shape ``(n,)``.
@@ -184,8 +183,8 @@ class ProgramModel:
             kernels_latency: Predicted seconds of each kernel, shape ``(n_kernels,)``.
             lowered: The schedule.
             device: Device it runs on.
-            kernels_lo: Lower ends of the kernels' intervals; used for a platform never fitted.
-            kernels_hi: Upper ends.
+            kernels_lo: Lower bounds of the kernels' intervals; used for platforms without a fit.
+            kernels_hi: Upper bounds of the kernels' intervals.
         """
         cost = schedule_cost(kernels_latency, lowered, device)
         fitted = self.corrections.get(device.platform)
@@ -195,19 +194,19 @@ class ProgramModel:
             return ProgramPrediction(float(wall[0]), float(lo[0]), float(hi[0]))
         middle = cost.baseline
         if kernels_lo is None or kernels_hi is None or not cost.executions:
-            # Neither programs nor kernel intervals to go by, or the host's call alone: the width of
-            # an uncalibrated roofline.
+            # Neither a fit nor kernel intervals, or only the host's call: the width of an
+            # uncalibrated roofline.
             reach = float(np.exp(UNCALIBRATED))
             return ProgramPrediction(middle, middle / reach, middle * reach)
         low, high = (schedule_cost(k, lowered, device) for k in (kernels_lo, kernels_hi))
         overhead = self.overheads.get(device.platform)
         if overhead is not None:
             return ProgramPrediction(overhead.wall(cost), *overhead.ends(cost, low, high))
-        # Kernels that all err together: the widest that their own intervals allow.
+        # Fully correlated kernels: the widest interval that the kernels' intervals allow.
         return ProgramPrediction(middle, min(low.baseline, middle), max(high.baseline, middle))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for the manifest."""
+        """Convert to plain data for the manifest."""
         overheads = {name: {"overhead": o.to_dict()} for name, o in self.overheads.items()}
         return overheads | {platform: _to_dict(c) for platform, c in self.corrections.items()}
 
@@ -272,7 +271,7 @@ def features(costs: Sequence[ScheduleCost]) -> np.ndarray:
 def fit_physics(costs: Sequence[ScheduleCost], wall_s: np.ndarray) -> np.ndarray:
     """Coefficients of stage 1, in the order of :func:`physics_terms`, shape ``(4,)``.
 
-    The share of overlap is found on a grid, the overheads by non-negative least squares.
+    The share of overlap is found by a grid search, the overheads by non-negative least squares.
     """
     terms = physics_terms(costs) / wall_s[:, None]
     fits = (_fit_overheads(terms, overlap) for overlap in OVERLAPS)
@@ -283,12 +282,12 @@ def _fit_overheads(terms: np.ndarray, overlap: float) -> tuple[float, np.ndarray
     """Huber loss of the relative error, and coefficients, for a given share of overlap."""
     from scipy.optimize import nnls
 
-    # Terms are relative to the measured wall time, so that 1 is the target for small and large
-    # programs.
+    # Terms are relative to the measured wall time, so that the target is 1 for programs of any
+    # size.
     left = 1.0 - (1.0 - overlap) * terms[:, 0] - overlap * terms[:, 1]
     weight = np.ones(len(terms))
-    # Iteratively reweighted least squares; eight rounds settle a fit of two coefficients. The
-    # weight is a square root because it multiplies rows whose squares are summed.
+    # Iteratively reweighted least squares; eight rounds suffice for two coefficients. The weight is
+    # a square root because it multiplies rows whose squares are summed.
     for _ in range(8):
         coef = nnls(terms[:, 2:] * weight[:, None], left * weight)[0]
         residual = np.abs(terms[:, 2:] @ coef - left)
@@ -322,12 +321,12 @@ def _fit_platform(
     chosen = _fit_candidate(costs, wall_s, best[1], best[2])
     chosen.error = {**errors, "chosen": errors[best[0]]}
     cells = np.zeros(len(costs), np.int64)
-    # Small generated programs are off by far more than large models are: bins by size.
+    # Small generated programs have far larger errors than large models: bins by size.
     bins = max(1, len(costs) // PER_BIN)
     middle = held[best[0]]  # held-out predictions: fitted ones would make intervals too narrow
     width = np.array([cost.together(correlation) for cost in costs])
     scores = np.log(wall_s / middle) / width
-    # Scores over the program's spread are handed over as if they had been measured.
+    # Scores over the program's spread are passed like measurements.
     chosen.conformal = Conformal.fit(middle * np.exp(scores), middle, cells, bins=bins)
     chosen.correlation = correlation
     return chosen
@@ -336,9 +335,9 @@ def _fit_platform(
 def family_error(
     wall_s: np.ndarray, predicted_s: np.ndarray, groups: np.ndarray | Sequence[str]
 ) -> float:
-    """Mean absolute log error, every family counting the same however many programs it has.
+    """Mean absolute log error with equal weight per family.
 
-    Programs that are alone in their group, as generated ones are, count together as one family.
+    Programs that are alone in their group, such as generated ones, form one family together.
     """
     errors = np.abs(np.log(predicted_s / wall_s))
     names, where, counts = np.unique(
@@ -366,7 +365,7 @@ def _fit_candidate(
 
 
 def _fold_of(groups: Sequence[str]) -> list[int]:
-    """Fold of each program; a family is in one fold, generated programs are dealt out."""
+    """Fold of each program; a family is in one fold, generated programs are spread over folds."""
     number = {name: index % _FOLDS for index, name in enumerate(sorted(set(groups)))}
     return [number[group] for group in groups]
 

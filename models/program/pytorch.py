@@ -1,4 +1,4 @@
-"""The model of PyTorch's kernels in whole models: effects by class of cost, and intervals."""
+"""Learned times of PyTorch kernels in whole models: effects by class of cost, and intervals."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from ..effects.effects import WHOLE, Effects, Level, Levels
 from ..effects.linear import Linear, group_weights
 from ..trust.calibrator import Ends
 
-#: Rounds of solving for effects around those found before.
+#: Relinearizations of a fit.
 _ROUNDS = 4
-#: By how much the share of a class may exceed the largest that was learned from, for a program to
-#: be like those; and beyond which its kernels' own errors say more than those of whole models.
+#: Factor on the largest share of a class in the training data up to which a program counts as
+#: similar; and up to which errors of whole models apply rather than those of kernels.
 _BEYOND, _FAR = 1.1, 2.0
-#: Half-width, in logarithms, of the error of programs on GPUs that are unlike those learned from:
-#: of other formats or mixes of kernels. Of 421 rows of transformers and diffusers on A100, A10,
-#: V100 and RTX 4090, before any of them was learned from, 90 % were inside with it and some 80 %
-#: without (huggingface.parquet of the published-torch pack).
+#: Log half-width of the error on GPU programs that are unlike the training data, in formats or mix
+#: of kernels. Of 421 rows of transformers and diffusion models on A100, A10, V100 and RTX 4090,
+#: before any was learned from, 90 % were inside with it and some 80 % without
+#: (huggingface.parquet of the published-torch pack).
 UNLIKE = 0.35
-#: The same of programs on NVIDIA's GPUs whose arithmetic is mostly of f32: of 157 rows of A100,
-#: A10, V100 and RTX 4090 that kernels decide, none of which was learned from, 94 % are inside with
-#: it (published-torch pack: huggingface and nvidia-examples).
+#: The same for programs on NVIDIA GPUs with mostly f32 arithmetic: of 157 kernel-bound rows of
+#: A100, A10, V100 and RTX 4090, none of which was learned from, 94 % are inside with it
+#: (published-torch pack: huggingface and nvidia-examples).
 UNLIKE_WIDE = 0.25
-#: Half-width, in logarithms, of how unlike a chip may be to the only one that was learned from: its
-#: clock under load, its memory, how cores of two kinds share work. Engineering estimate.
+#: Log half-width for a chip that differs from the only one in the training data: clock under load,
+#: memory, work sharing between two kinds of cores. Engineering estimate.
 UNSEEN = 0.4
-#: The same of what was never measured on a CPU: training, 16 bits, or eager PyTorch where all rows
-#: are compiled. Engineering estimate.
+#: The same for cases without CPU measurements: training, 16 bits, or eager PyTorch if all rows are
+#: compiled. Engineering estimate.
 _UNLIKE_CPU = 0.7
-#: Peak of products of 16 bits over that of f32 operations from which what goes beside products
-#: decides: it is 2 on GeForce cards, 4 on an A10, 8 on V100 and T4, 16 on A100.
+#: Ratio of the 16-bit matrix peak to the f32 rate above which kernels other than products dominate:
+#: it is 2 on GeForce cards, 4 on an A10, 8 on V100 and T4, 16 on A100.
 _LEADING = 3.0
-#: First release whose kernels are as those of recent ones, by platform.
+#: First release with kernels like those of recent ones, by platform.
 _RECENT = {"gpu": (2, 0), "cpu": (2, 4)}
+
+#: Classes of cost, and prior deviations of their effects.
 
 #: Classes of cost, and deviations of the effects on them.
 _EFFECTS = own_data("models/effects/torch.yaml")
@@ -62,12 +64,12 @@ def _levels() -> Levels:
 
 
 def deviations() -> dict[str, float]:
-    """Deviation of the effects of each level, in logarithms."""
+    """Prior deviation of the effects of each level, in logarithms."""
     return {str(k): float(v) for k, v in _EFFECTS["deviations"].items()}
 
 
 class TorchEffects(Effects):
-    """Effects on kernels of PyTorch."""
+    """Learned effects on PyTorch kernels."""
 
     levels = _levels()
 
@@ -77,23 +79,23 @@ COSTS = tuple(TorchEffects.levels.prior)
 
 
 def is_older(release: str, than: tuple[int, int]) -> bool:
-    """Whether a release of PyTorch is named and comes before one, given by major and minor."""
+    """Whether a release of PyTorch is given and precedes ``than``, a major and minor version."""
     numbers = version_numbers(release)[:2]
     return bool(numbers) and numbers < than
 
 
 def torch_context(device: DeviceSpec, framework: str, release: str = "") -> dict[str, str]:
-    """Levels of what runs on a device.
+    """Levels of a program on a device.
 
     Args:
-        device: Which chip.
+        device: The chip.
         framework: ``torch-eager`` or ``torch-compiled``.
-        release: Of PyTorch; empty for a recent one.
+        release: Release of PyTorch; empty for a recent one.
     """
     cpu = device.platform == "cpu"
     old = is_older(release, _RECENT["cpu" if cpu else "gpu"])
     return {
-        # The same libraries serve all makers' CPUs.
+        # CPUs of all vendors use the same libraries.
         "all": device.platform if cpu else device.vendor,
         "framework": framework,
         "device": device.name,
@@ -103,24 +105,24 @@ def torch_context(device: DeviceSpec, framework: str, release: str = "") -> dict
 
 
 def products_lead(device: DeviceSpec) -> bool:
-    """Whether products of 16 bits are far faster than f32 operations, as on boards of servers."""
+    """Whether 16-bit products are far faster than f32 operations, as on server boards."""
     return device.matrix_peak("f16") >= _LEADING * device.vector_peak("f32")
 
 
 @dataclass
 class TorchModel(JsonModel):
-    """Learned factors on the times of PyTorch's kernels.
+    """Learned factors on the times of PyTorch kernels.
 
     Attributes:
-        effects: By class of cost.
-        ends: Ends of the interval as logarithms of factors on the estimate, by the keys of
+        effects: Effects by class of cost.
+        ends: Interval bounds as logarithms of factors on the estimate, by the keys of
             :func:`end_keys`.
-        shares: Largest share of each class of cost in the models that were learned from.
-        provenance: What it was learned from.
+        shares: Largest share of each class of cost in the training data.
+        provenance: Description of the training data.
     """
 
     form, what, command = 1, "torch", "train --models TABLE"
-    #: Whether it learned of programs whose arithmetic is mostly of 16 bits, or of wider ones.
+    #: Whether it learned from programs with mostly 16-bit arithmetic, or with wider formats.
     narrow: ClassVar[bool] = True
 
     effects: TorchEffects = field(default_factory=TorchEffects)
@@ -130,7 +132,7 @@ class TorchModel(JsonModel):
 
     @property
     def devices(self) -> list[str]:
-        """Chips whose models were learned from."""
+        """Chips in the training data."""
         return typed(list[str], self.provenance["devices"], "devices")
 
     def factors(self, costs: Sequence[str], context: Mapping[str, str]) -> np.ndarray:
@@ -146,10 +148,10 @@ class TorchModel(JsonModel):
     def interval(
         self, seconds: Mapping[str, float], context: Mapping[str, str], train: bool, narrow: bool
     ) -> Ends | None:
-        """Ends of the 90 % interval as logarithms; ``None`` where errors of kernels say more.
+        """Log bounds of the 90 % interval; ``None`` where errors of kernels are more informative.
 
         Args:
-            seconds: By class of cost.
+            seconds: Seconds by class of cost.
             context: From :func:`torch_context`.
             train: Whether it is a training step.
             narrow: Whether its arithmetic is mostly of 16 bits.
@@ -162,7 +164,7 @@ class TorchModel(JsonModel):
         return ends if alike or not ends else widened(ends, UNLIKE)
 
     def _alike(self, seconds: Mapping[str, float], narrow: bool, beyond: float = _BEYOND) -> bool:
-        """Whether no class of cost takes a much larger share than in what was learned from."""
+        """Whether no class of cost has a much larger share than in the training data."""
         total = sum(seconds.values())
         shares = all(s <= beyond * self.shares.get(c, 0.0) * total for c, s in seconds.items())
         return shares and narrow == self.narrow
@@ -172,7 +174,7 @@ class TorchModel(JsonModel):
         return end_keys(known, context, train)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
         return {
             "effects": {k: round(v, 4) for k, v in sorted(self.effects.values.items())},
             "ends": {k: [round(e, 4) for e in v] for k, v in self.ends.items()},
@@ -192,7 +194,7 @@ class TorchModel(JsonModel):
 
 
 class CpuTorchModel(TorchModel):
-    """The same of kernels on CPUs: what is unlike all that was learned has a wider interval."""
+    """The same for kernels on CPUs, with wider intervals for cases outside the training data."""
 
     what = "torch-cpu"
     narrow: ClassVar[bool] = False
@@ -200,7 +202,7 @@ class CpuTorchModel(TorchModel):
     def interval(
         self, seconds: Mapping[str, float], context: Mapping[str, str], train: bool, narrow: bool
     ) -> Ends | None:
-        """As of :class:`TorchModel`; never ``None``."""
+        """As in :class:`TorchModel`; never ``None``."""
         special, *_, known = self._keys(context, train)
         if special in self.ends and self._alike(seconds, narrow):
             return self.ends[special]
@@ -208,15 +210,15 @@ class CpuTorchModel(TorchModel):
 
 
 def widened(ends: Ends, by: float) -> Ends:
-    """Ends with an independent error of another half-width, all in logarithms."""
+    """Bounds with an independent error of half-width ``by`` added, all in logarithms."""
     return -hypot(ends[0], by), hypot(ends[1], by)
 
 
 def end_keys(known: str, context: Mapping[str, str], train: bool) -> tuple[str, ...]:
-    """Keys of ends, the most special one first.
+    """Keys of interval bounds, the most specific first.
 
     Args:
-        known: ``known`` of chips whose models were learned from, else ``new``.
+        known: ``known`` for chips in the training data, else ``new``.
         context: From :func:`torch_context`.
         train: Whether it is a training step.
     """
@@ -226,14 +228,14 @@ def end_keys(known: str, context: Mapping[str, str], train: bool) -> tuple[str, 
 
 @dataclass(frozen=True)
 class Measured:
-    """Whole models that were measured, ``n`` of them.
+    """Measurements of ``n`` whole models.
 
     Attributes:
-        seconds: Without effects, by class of :data:`COSTS`, shape ``(n, costs)``.
+        seconds: Seconds without effects, by class of :data:`COSTS`, shape ``(n, costs)``.
         contexts: From :func:`torch_context`.
         logs: Logarithms of measured seconds, shape ``(n,)``.
-        groups: Model of each: rows of one count by the root of their number.
-        apart: Whether a class has no effects, since its kernels were measured by themselves, bool,
+        groups: Model of each row: models are weighted by the square root of their rows.
+        apart: Mask of classes without effects, since their kernels were measured individually,
             shape ``(n, costs)``.
     """
 
@@ -250,7 +252,7 @@ class Measured:
         return np.asarray(self.seconds * np.exp(np.where(self.apart, 0.0, each)))
 
     def fit(self, learn: np.ndarray) -> TorchEffects:
-        """Effects that the rows ``learn`` (bool, shape ``(n,)``) teach."""
+        """Fit effects to the rows ``learn`` (bool, shape ``(n,)``)."""
         effects, weight = TorchEffects(), group_weights(self.groups[learn])
         for _ in range(_ROUNDS):
             own = self.predicted(effects)

@@ -1,6 +1,6 @@
 """Cost terms of a schedule: sum, critical path, makespan, overheads, shares by kind.
 
-Also the overheads beyond the kernels, for platforms without measured programs.
+Includes default overheads beyond the kernels, for platforms without measured programs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ...features.table.roofline import main_bytes, peaks, unit_seconds
 from ...features.table.row import rows
 from ...simulate.program.list_schedule import critical_path, list_schedule
 
-#: Time below which no program is predicted (s); keeps logarithms finite for empty programs.
+#: Least predicted time of a program (s); keeps logarithms finite for empty programs.
 SMALLEST = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCost:
-    """Times of a program in seconds, loops multiplied out.
+    """Times of a program in seconds, including loop iterations.
 
     Attributes:
-        total: Sum over all kernels, nothing overlapped; the pair of an asynchronous kernel once.
+        total: Sum over all kernels without overlap; an asynchronous pair counts once.
         critical: Longest chain of dependent kernels.
-        makespan: On the device's workers, in schedule order, with one channel for communication.
+        makespan: Time on the device's workers, in schedule order, with one communication channel.
         executions: Executions of kernels that take time.
         gaps: Executions times the device's gap between kernels.
         floors: Executions times the device's floor.
@@ -38,8 +38,8 @@ class ScheduleCost:
         loop_share: Share of ``total`` inside loops.
         iterations: Most executions of one kernel.
         shares: Share of ``total`` by kind, in the order of ``KINDS``.
-        concentration: Sum of the squared shares of ``total`` by distinct kernel: 1 if one takes all
-            of it, ``1 / n`` if ``n`` take the same. All executions of a kernel share its error.
+        concentration: Sum of the squared shares of ``total`` by distinct kernel: 1 for a single
+            kernel, ``1 / n`` for ``n`` equal shares. All executions of a kernel share its error.
     """
 
     total: float
@@ -55,7 +55,7 @@ class ScheduleCost:
     concentration: float = 1.0
 
     def together(self, correlation: float) -> float:
-        """``sqrt(ρ + (1 - ρ) Σ w²)``: error of the sum, of what it would be if all erred alike.
+        """``sqrt(ρ + (1 - ρ) Σ w²)``: error of the sum relative to fully correlated kernels.
 
         Args:
             correlation: Correlation ``ρ`` of the log errors of two kernels, from 0 to 1.
@@ -65,7 +65,7 @@ class ScheduleCost:
 
     @property
     def baseline(self) -> float:
-        """Physics alone: kernels one after the other, gaps between them, and the dispatch."""
+        """Physics only: kernels one after the other, gaps between them, and the dispatch."""
         return self.total + self.gaps + self.dispatch
 
 
@@ -77,14 +77,14 @@ def schedule_cost(
     Args:
         latency_s: Seconds, in schedule order, shape ``(n_kernels,)``.
         lowered: The schedule.
-        device: Device it runs on: a CPU runs independent kernels on its cores at once, others one
-            after the other beside one stream of communication.
+        device: Device it runs on: a CPU runs independent kernels on its cores at once, others run
+            them one after the other next to one stream of communication.
     """
     kernels = lowered.kernels
     counts = np.array([k.multiplicity for k in kernels], np.float64)
     times = durations(latency_s, kernels) * counts
     total = max(float(times.sum()), SMALLEST)
-    # XLA on CPUs runs independent kernels on a pool of threads; GPUs and TPUs run one stream.
+    # XLA on CPUs runs independent kernels on a thread pool; GPUs and TPUs run one stream.
     workers = max(1, device.core_count) if device.platform == "cpu" else 1
     by_kind = dict.fromkeys(KINDS, 0.0)
     for kernel, time in zip(kernels, times.tolist(), strict=True):
@@ -110,7 +110,7 @@ def schedule_cost(
 
 def _concentration(times: np.ndarray, kernels: Sequence[Kernel]) -> float:
     """Sum of squared shares by distinct kernel; 1 without any time."""
-    # Executions of one kernel share its error, so they count as one term of the sum.
+    # Executions of one kernel share its error, so they form one term of the sum.
     by_hash: dict[str, float] = {}
     for kernel, time in zip(kernels, times.tolist(), strict=True):
         by_hash[kernel.hash] = by_hash.get(kernel.hash, 0.0) + time
@@ -119,45 +119,45 @@ def _concentration(times: np.ndarray, kernels: Sequence[Kernel]) -> float:
 
 
 def durations(latency_s: np.ndarray, kernels: Sequence[Kernel]) -> np.ndarray:
-    """Time that each kernel occupies what it runs on, one execution, shape ``(n_kernels,)``.
+    """Time that each kernel occupies its worker, one execution, shape ``(n_kernels,)``.
 
-    The pair of an asynchronous kernel counts once, on its start, with the longer of its times.
+    An asynchronous pair counts once, on its start, with the longer of its times.
     """
     times = np.array(latency_s, np.float64)
     for index, kernel in enumerate(kernels):
         if kernel.takes_time:
             continue
         if kernel.async_peer >= 0:
-            # Start and done describe one transfer, whose time either of them may carry.
+            # Start and done describe one transfer, whose time may be on either.
             times[kernel.async_peer] = max(times[kernel.async_peer], times[index])
         times[index] = 0.0
     return times
 
 
 def reads(kernels: Sequence[Kernel]) -> list[tuple[int, ...]]:
-    """Positions that each kernel waits for: its operands, and a done's own start."""
+    """Positions that each kernel waits for: its operands, and for a done its start."""
     return [(*k.operands, k.async_peer) if k.async_role == "done" else k.operands for k in kernels]
 
 
-#: Largest buffer that glibc keeps for the next run (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c).
+#: Largest buffer that glibc keeps for reuse (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c).
 _KEPT_BYTES = 32 * 2**20
-#: Bytes of a page, and seconds of a first touch: 12,500 faults took 20 ms on a virtual machine of
+#: Bytes of a page, and seconds of a first touch: 12,500 faults took 20 ms on a virtual machine with
 #: two cores of an AMD EPYC; bare metal takes less.
 _PAGE, _FAULT_S = 4096, 2e-6
 
 
 def first_touch_s(lowered: LoweredProgram, device: DeviceSpec) -> float:
-    """Seconds that touching new pages may take in each run, at most; 0 but on CPUs.
+    """Upper limit of the seconds for touching new pages in each run; 0 except on CPUs.
 
-    XLA:CPU asks for all temporaries of a program as one buffer. A large one comes from the system
-    and goes back to it, so that every run faults on each of its pages.
+    XLA:CPU allocates all temporaries of a program as one buffer. A large buffer is requested from
+    and returned to the system, so that every run faults on each of its pages.
     """
     if device.platform != "cpu" or lowered.peak_memory_bytes <= _KEPT_BYTES:
         return 0.0
     if (module := lowered.module) is None:
         if not lowered.hlo:
             return 0.0
-        # Readers take a while to import, and steps on clusters have no program.
+        # Imported here: the readers take a while, and steps on clusters have no program.
         from ...features.ir.hlo_reader import parse_hlo
 
         module = parse_hlo(lowered.hlo)
@@ -170,21 +170,20 @@ def first_touch_s(lowered: LoweredProgram, device: DeviceSpec) -> float:
 
 
 def least_wall(lowered: LoweredProgram, device: DeviceSpec) -> float:
-    """Seconds that no run of a program falls below.
+    """Physical lower limit of a program's time in seconds.
 
-    Its products, convolutions by Winograd's F(2 × 2, r × r) where that has fewer multiplications
-    (larger tiles were not seen to gain more), at the peak of their formats; and its
-    arguments and results at the rate of main memory, or of the cache where they fit, whoever left
-    them there. On a GPU kernels run one after the other, and each moves its bytes through the
-    cache at least.
+    From its products at the peak of their formats, with convolutions by Winograd's F(2 × 2, r × r)
+    if that has fewer multiplications (larger tiles were not seen to gain more); and from its
+    arguments and results at the rate of main memory, or of the cache if they fit. On a GPU, kernels
+    run one after the other, and each moves its bytes at least through the cache.
     """
-    # Kernels of tables are known by their features alone, without a body whose work to count.
+    # Kernels of tables only have features, without a body whose work could be counted.
     kernels = [k for k in lowered.kernels if k.takes_time and k.body.entry]
     row = rows(kernels)
     times = np.array([k.multiplicity for k in kernels], np.float64)
     matrix, vector = peaks(row, device)
     products, other = unit_seconds(row, device, transcendental=0.0)
-    # Small products may have become sums, which no unit does faster than the faster one.
+    # Small products may have become sums, which take at least the time on the faster unit.
     products = products / saved(row) + other * vector / np.maximum(matrix, vector)
     cache = max(level.bandwidth for level in device.levels)
     if device.platform == "gpu":
@@ -192,7 +191,7 @@ def least_wall(lowered: LoweredProgram, device: DeviceSpec) -> float:
         moved = np.where(linked, 0.0, main_bytes(row, device))
         products = np.maximum(products, moved / cache)
     entry = lowered.entry_bytes
-    # What a TPU keeps on the chip is filled anew in each run.
+    # A TPU refills its on-chip memory in each run.
     near = 0.0
     if device.platform != "tpu":
         near = float(resident_share(np.array(entry), np.array(max(device.cache_bytes, 1.0))))
@@ -214,20 +213,20 @@ def saved(row: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Overheads of a platform from physics alone, and how errors of kernels add up.
+    """Default overheads of a platform, and the correlation of kernel errors.
 
     Attributes:
-        gap_low: Least share of the device's gap between kernels that each kernel waits on top of
-            what its own time already includes (kernels replayed as a graph).
-        gap: Expected share.
-        gap_high: Largest share (every kernel launched on its own).
+        gap_low: Least fraction of the device's gap between kernels in addition to the kernels'
+            times (kernels replayed as a graph).
+        gap: Expected fraction.
+        gap_high: Largest fraction (every kernel launched individually).
         correlation: Correlation of the log errors of two kernels of a program.
-        overlap: Share of the overlap that the schedule allows: 1 where asynchronous kernels run
-            beside the others.
+        overlap: Fraction of the schedule's possible overlap: 1 if asynchronous kernels run next to
+            the others.
     """
 
-    # Without measured programs, half of the gap is expected: between kernels replayed as a graph
-    # (no gap) and launched one by one (all of it).
+    # Without measured programs, half of the gap is expected: between graph-replayed kernels (no
+    # gap) and individual launches (full gap).
     gap_low: float = 0.0
     gap: float = 0.5
     gap_high: float = 1.0
@@ -244,17 +243,16 @@ class Overhead:
     def ends(
         self, cost: ScheduleCost, low: ScheduleCost, high: ScheduleCost
     ) -> tuple[float, float]:
-        """Interval ends of the wall time, seconds.
+        """Interval bounds of the wall time, seconds.
 
         Args:
             cost: Cost of the predicted latencies.
-            low: Cost of the lower ends of the kernels' intervals.
-            high: Cost of the upper ends.
+            low: Cost of the lower bounds of the kernels' intervals.
+            high: Cost of the upper bounds.
         """
         together = cost.together(self.correlation)
         wall = self.wall(cost)
-        # Errors of the gaps come on top of the kernels' errors: both ends of the gap are possible
-        # at once.
+        # Errors of the gaps add to those of the kernels: both extremes are possible at once.
         below = (
             together * max(self._busy(cost) - self._busy(low), 0.0)
             + (self.gap - self.gap_low) * cost.gaps
@@ -263,7 +261,7 @@ class Overhead:
         return wall - below, wall + above + (self.gap_high - self.gap) * cost.gaps
 
     def to_dict(self) -> dict[str, float]:
-        """Plain data."""
+        """Convert to plain data for the manifest."""
         return asdict(self)
 
     @classmethod
