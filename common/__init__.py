@@ -1,4 +1,4 @@
-"""What every folder uses: errors, files, paths, parquet, worker processes, units, consoles.
+"""Utilities for every folder: errors, files, paths, parquet, worker processes, units, consoles.
 
-Nothing here is specific to programs or devices, or imports another folder of opcast.
+They are independent of programs and devices, and import no other folder of opcast.
 """

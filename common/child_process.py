@@ -1,7 +1,7 @@
 """The worker's side of a worker process: end with the parent, limit memory, exchange messages.
 
-The parent's side is :mod:`opcast.common.worker_process`, which puts what a worker needs
-before anything else into the environment variable :data:`WORKER`.
+The parent's side is :mod:`opcast.common.worker_process`, which passes the settings that a worker
+needs first in the environment variable :data:`WORKER`.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from collections.abc import Iterator
 
 #: Environment variable of a worker: its parent's process id, and its memory limit in bytes.
 WORKER = "OPCAST_WORKER"
-#: Bytes of a message's length, which precedes it (little-endian).
+#: Bytes of the length that precedes a message (little-endian).
 LENGTH_BYTES = 8
-#: Of Linux's <sys/prctl.h>.
+#: From Linux's <sys/prctl.h>.
 _PR_SET_PDEATHSIG = 1
-#: Seconds between looks at the parent where the system has no parent-death signal: a leftover
-#: worker for half a second hurts nobody.
+#: Seconds between checks of the parent on systems without a parent-death signal: a worker that
+#: outlives it by half a second is harmless.
 _LOOK_S = 0.5
 
 
 def die_with_parent(parent: int) -> None:
     """End when the process that started this one ends, even if it is killed.
 
-    Linux sends a parent-death signal. It does so when the *thread* that started this process ends,
-    so long-lived processes have to be started by long-lived threads. Elsewhere a thread looks twice
-    a second whether the parent still exists.
+    Linux sends a parent-death signal, but when the *thread* that started this process ends, so
+    long-lived processes have to be started by long-lived threads. Elsewhere a thread checks twice a
+    second whether the parent still exists.
 
     Args:
-        parent: Process id of the parent; if it is gone already, this process ends at once.
+        parent: Process id of the parent; if it no longer exists, this process ends at once.
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    # A parent that ended before the call above sends no signal. A program that wraps this one may
-    # stand between the two, so getppid() is not compared.
+    # A parent that ended before the call above sends no signal. A wrapper program may be between
+    # the two processes, so getppid() is not compared.
     if not _exists(parent):
         os._exit(1)
 
 
 def limit_memory(limit_bytes: int) -> None:
-    """Limit this process's private memory (``RLIMIT_DATA``), or its present limit if that is less.
+    """Limit this process's private memory (``RLIMIT_DATA``), if the present limit is not lower.
 
     Args:
         limit_bytes: The limit; 0 for none.
@@ -65,9 +65,9 @@ def limit_memory(limit_bytes: int) -> None:
 
 
 def begin_worker() -> None:
-    """Do what every worker does first: end with its parent, and limit its memory.
+    """Initialize a worker: end with its parent, and limit its memory.
 
-    Nothing happens in a process that :mod:`opcast.common.worker_process` did not start.
+    No effect in a process that :mod:`opcast.common.worker_process` did not start.
     """
     parent, _, limit = os.environ.pop(WORKER, "").partition(" ")
     if parent:
@@ -76,9 +76,9 @@ def begin_worker() -> None:
 
 
 class Channel:
-    """A worker's messages: requests on standard input, replies on what was standard output.
+    """Messages of a worker: requests on standard input, replies on the original standard output.
 
-    From then on, whatever native code or a library prints goes to standard error.
+    From then on, output of native code and libraries goes to standard error.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Channel:
             yield stream.read(int.from_bytes(head, "little"))
 
     def send(self, message: bytes) -> None:
-        """Send a reply; any thread may."""
+        """Send a reply, from any thread."""
         with self._lock:
             self._replies.write(len(message).to_bytes(LENGTH_BYTES, "little") + message)
             self._replies.flush()

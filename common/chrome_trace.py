@@ -15,11 +15,11 @@ from .files import write_text
 
 
 def free_tracks(starts: Sequence[float], ends: Sequence[float]) -> list[int]:
-    """Tracks on which no spans overlap: each takes the one that is free first, else a new one.
+    """Assign spans to tracks without overlap: each takes the first free track, else a new one.
 
     Args:
-        starts: Of the spans, in any order.
-        ends: Theirs.
+        starts: Starts of the spans, in any order.
+        ends: Ends of the spans.
     """
     found = [0] * len(starts)
     busy: list[tuple[float, int]] = []
@@ -82,12 +82,12 @@ class ChromeTrace:
     def counter(
         self, name: str, time_us: float, values: Mapping[str, float], process: int = 0
     ) -> None:
-        """Add values that hold from a time on.
+        """Add values that are valid from a time on.
 
         Args:
             name: Name of the counter.
             time_us: Time in microseconds.
-            values: Its series.
+            values: Values by series.
             process: Number of the process that it belongs to.
         """
         own = {"name": name, "ph": "C", "pid": process, "ts": float(time_us), "args": dict(values)}

@@ -1,4 +1,4 @@
-"""Garbage collection, put off while much is made and little thrown away."""
+"""Pauses garbage collection while many objects are created."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pause the collection of cycles.
+    """Pause the collection of reference cycles.
 
-    It walks all that is alive again and again while a program's hundred thousands of objects are
-    made, a third of the time of predicting 12,000 ops, and finds next to no garbage.
+    While hundreds of thousands of a program's objects are created, it traverses all live objects
+    repeatedly, a third of the time of predicting 12,000 ops, and finds almost no garbage.
     """
     enabled = gc.isenabled()
     gc.disable()

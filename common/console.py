@@ -1,7 +1,7 @@
 """A console that prints text literally: no markup, no links, no control sequences.
 
-Names of kernels, devices, models and files come from untrusted input. They must not be able to
-colour the screen, make a link, move the cursor or set the window title.
+Names of kernels, devices, models and files are untrusted input. They must not be able to colour the
+screen, create a link, move the cursor or set the window title.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .files import printable
 
 
 class PlainConsole(Console):
-    """Rich's console that styles only what opcast itself styles, by :class:`rich.text.Text`.
+    """Rich's console with styling only by :class:`rich.text.Text`.
 
     Args:
-        options: As of :class:`rich.console.Console`.
+        options: Arguments of :class:`rich.console.Console`.
     """
 
     def __init__(self, **options: Any) -> None:
-        # Rich turns [red]…[/], :smile: and figures in any text into style: not in names from files.
+        # Rich styles [red]…[/], :smile: and numbers in any text, including names from files.
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
 
     def render(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .paths import PACKAGE
 
-#: Begins a note that must not be overlooked: the answer may be far off. Outputs print it first.
+#: Prefix of an important note: the answer may be far off. Outputs print these first.
 WARNING = "warning: "
 
 
@@ -40,7 +40,7 @@ class ProgramError(OpcastError):
 
 
 class AbsentError(ProgramError):
-    """A program does not exist: no such file, or no such function in it."""
+    """A program does not exist: no such file, or no such function in a file."""
 
 
 class SeveralDevicesError(ProgramError):
@@ -50,7 +50,7 @@ class SeveralDevicesError(ProgramError):
 class InternalError(OpcastError):
     """Code of opcast fails on valid input: a fault of opcast, not of the user.
 
-    The error that the rule raised is the cause (``__cause__``).
+    The original error is the cause (``__cause__``).
     """
 
 
@@ -79,7 +79,7 @@ class PlanError(OpcastError):
 
 
 class DatasetError(OpcastError):
-    """A dataset is missing, has another schema, or holds bad rows."""
+    """A dataset is missing, has another schema, or has bad rows."""
 
 
 class ProfileError(OpcastError):
@@ -91,7 +91,7 @@ class ModelError(OpcastError):
 
 
 class WorseModelError(ModelError):
-    """An adapted model errs more than before on what it did not learn from."""
+    """An adapted model has a larger error than before on held-out data."""
 
 
 class StrictError(OpcastError):
@@ -99,21 +99,21 @@ class StrictError(OpcastError):
 
 
 class UnknownCallError(OpcastError):
-    """A kernel runs a custom call of which nothing is known, so that it has no time."""
+    """A kernel runs an unknown custom call, so that it has no time."""
 
 
 class FileError(OpcastError, OSError):
-    """A file cannot be written: the disk is full, or the place is read-only."""
+    """A file cannot be written: the disk is full, or the location is read-only."""
 
 
 def fault(error: Exception) -> InternalError:
-    """Make an error of one line out of an unexpected exception: its kind, text and place.
+    """Convert an unexpected exception to a one-line error with its class, message and location.
 
     Args:
-        error: Any exception that is no :class:`OpcastError`.
+        error: Any exception other than :class:`OpcastError`.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line of this package: more telling than a line of a library below it.
+    # The innermost line of this package: more informative than a line of a library below it.
     own = [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or frames
     place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     return InternalError(
@@ -123,7 +123,7 @@ def fault(error: Exception) -> InternalError:
 
 
 def meant(typed: str, known: Sequence[str]) -> str:
-    """A hint of what a misspelt key was meant to be, else of all that there are."""
+    """A hint with the closest match of a misspelt key, or all valid ones."""
     close = difflib.get_close_matches(typed.lower(), known, n=1)
     listed = f"one of {', '.join(known)}"
     return f"did you mean {close[0]}? Else {listed}" if close else listed

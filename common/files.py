@@ -1,9 +1,9 @@
-"""Files: written whole or not at all, and read within limits, whatever their origin.
+"""Atomic writing of files, and safe reading within limits, whatever their origin.
 
-A file is written under another name in the same folder, forced to the disk and renamed, so that a
-kill or a full disk at any moment leaves the old file or the new one. What is read from YAML, JSON
-and compressed files is plain data within limits: a small file cannot become gigabytes, and nothing
-in a file can name code that is run.
+A file is written under another name in the same folder, synced to the disk and renamed, so that a
+kill or a full disk at any moment leaves either the old or the new file. YAML, JSON and compressed
+files are read as plain data within limits: a small file cannot expand to gigabytes, and no file can
+name code that is run.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-#: Ending of files that are being written.
+#: Suffix of files that are being written.
 PARTIAL = ".partial"
-#: Age in seconds after which such a file was left by a process that was killed.
+#: Age in seconds after which such a file counts as left by a killed process.
 STALE_S = 3600.0
-#: Most bytes and levels of a YAML file. opcast's own files have a few thousand bytes, four levels.
+#: Most bytes and levels of a YAML file. opcast's files have a few thousand bytes, four levels.
 MAX_YAML_BYTES, MAX_YAML_DEPTH = 4_000_000, 32
 #: Most bytes that a compressed file may expand to.
 MAX_EXPANDED = 2**31
@@ -44,15 +44,15 @@ MAX_EXPANDED = 2**31
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to; its file takes the place of ``path`` when the block ends.
+    """Yield a path to write to; the file replaces ``path`` when the block ends.
 
-    Several processes may do this at once: each writes its own file, and the last one stays.
+    Several processes may do this at once: each writes a separate file, and the last one wins.
 
     Args:
-        path: The file to write; its folder is made if it is not there.
+        path: The file to write; its folder is created if missing.
 
     Raises:
-        FileError: The folder cannot be written, or the disk is full; ``path`` is as it was before.
+        FileError: The folder cannot be written, or the disk is full; ``path`` is unchanged.
     """
     partial: Path | None = None
     try:
@@ -74,19 +74,19 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a lock file while the block runs; other processes wait (where the system has locks)."""
     with path.open("ab") as file:
         if fcntl is not None:
-            # The lock goes with the file's descriptor, even if the process is killed.
+            # The lock is released with the file descriptor, even if the process is killed.
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; see :func:`replacing`."""
+    """Write a file atomically; see :func:`replacing`."""
     with replacing(path) as partial:
         partial.write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, in UTF-8, whole or not at all; see :func:`replacing`."""
+    """Write a text file in UTF-8 atomically; see :func:`replacing`."""
     write_bytes(path, text.encode())
 
 
@@ -126,11 +126,11 @@ def read_json(path: Path) -> Any:
 
 
 def parse_yaml(text: str) -> object:
-    """Plain data of a YAML text: numbers, texts, lists, mappings.
+    """Parse a YAML text to plain data: numbers, texts, lists, mappings.
 
     Raises:
-        ValueError: It is not YAML, has a tag that names an object or an alias (a few lines of which
-            can expand to gigabytes), is too large, or nests too deep.
+        ValueError: It is not YAML, has a tag that names an object or an alias (a few lines of
+            aliases can expand to gigabytes), is too large, or nests too deep.
     """
     import yaml
 
@@ -143,7 +143,7 @@ def parse_yaml(text: str) -> object:
 
 @cache
 def own_data(file: str) -> Any:
-    """What a data file of the package holds, read once; nobody changes it.
+    """Content of a data file of the package, read once; callers must not modify it.
 
     Args:
         file: YAML or TOML below the package's folder, such as ``predict/cluster/cases.yaml``.
@@ -154,9 +154,9 @@ def own_data(file: str) -> Any:
 
 @cache
 def yaml_loader() -> Any:
-    """Return the fastest loader that makes plain data only.
+    """Return the fastest loader of plain data.
 
-    YAML 1.1 takes ``1e9`` for a text, YAML 1.2 and JSON for a number, which it is here.
+    YAML 1.1 reads ``1e9`` as text; here it is a number, as in YAML 1.2 and JSON.
     """
     import yaml
 
@@ -167,10 +167,10 @@ def yaml_loader() -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse a YAML text that is too large, nests too deep or has aliases.
+    """Reject a YAML text that is too large, nests too deep or has aliases.
 
     Raises:
-        ValueError: The text does one of these, or is not YAML.
+        ValueError: The text is rejected, or is not YAML.
     """
     import yaml
 
@@ -193,7 +193,7 @@ def gunzip(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
     """Unpack a ``.gz`` file.
 
     Raises:
-        ValueError: It is not a gzip file, is truncated, or holds more than ``limit`` bytes.
+        ValueError: It is not a gzip file, is truncated, or expands to more than ``limit`` bytes.
     """
     # 16 + MAX_WBITS expects a gzip header; `limit` stops a bomb before it is expanded.
     unpacker = zlib.decompressobj(16 + zlib.MAX_WBITS)
@@ -208,14 +208,14 @@ def gunzip(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
 
 
 def file_stamp(path: Path | str) -> tuple[int, int, int] | None:
-    """Inode, size and time of writing in nanoseconds: another file, or other content, has others.
+    """Inode, size and modification time in nanoseconds, which identify a file's content.
 
     Returns:
         ``None`` if there is no such file.
     """
     try:
         found = Path(path).stat()
-    # A name with a null byte is none of a file.
+    # A name with a null byte cannot be a file.
     except (OSError, ValueError):
         return None
     if not stat.S_ISREG(found.st_mode):
@@ -235,20 +235,20 @@ def _escaped(char: str) -> str:
 
 
 def _new_file(path: Path) -> Path:
-    """Make an empty file beside ``path`` for this process; remove the files of killed processes."""
-    # Hidden, and short enough with its suffix for file systems that allow 255 bytes.
+    """Create an empty file next to ``path`` for this process; remove files of killed processes."""
+    # Hidden, and short enough with its suffix for file systems with a limit of 255 bytes.
     start = f".{path.name[-80:]}."
     for old in path.parent.glob(f"{glob.escape(start)}*{PARTIAL}"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > STALE_S:
                 old.unlink()
     partial = path.with_name(f"{start}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
-    # O_EXCL: two processes never get the same name; 0o666 leaves the mode to the umask.
+    # O_EXCL: two processes never get the same name; 0o666 applies the umask.
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     return partial
 
 
 def _to_disk(path: Path) -> None:
-    """Force a file to the disk, so that the rename cannot come before its content."""
+    """Sync a file to the disk, so that the rename cannot precede its content."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())

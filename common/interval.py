@@ -1,4 +1,4 @@
-"""A predicted time with its 90 % interval, and its three keys in plain data."""
+"""A predicted figure with its 90 % interval, and its keys in plain data."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 
 from .units import duration
 
-#: Predicted time and both ends of its 90 % interval, in microseconds.
+#: Keys of a predicted time and both bounds of its 90 % interval, in microseconds.
 LATENCY_KEYS = ("latency_us", "lo_us", "hi_us")
 
-#: Least lower end of an interval as a share of its estimate. Half-widths that are combined from
-#: several sources of error may exceed the estimate, but a time is positive; 5 % is a choice.
+#: Least lower bound of an interval relative to its estimate. Half-widths combined from several
+#: sources of error may exceed the estimate, but a time is positive; 5 % is a choice.
 LEAST_SHARE = 0.05
 
 Time = TypeVar("Time", float, np.ndarray)
 
 
 class Interval(NamedTuple):
-    """A predicted figure with its 90 % interval: mostly seconds, else the unit of the figure.
+    """A predicted figure with its 90 % interval, mostly in seconds.
 
     Attributes:
         value: Estimate.
-        lo: Lower end.
-        hi: Upper end.
+        lo: Lower bound.
+        hi: Upper bound.
     """
 
     value: float
@@ -36,25 +36,25 @@ class Interval(NamedTuple):
 
     @classmethod
     def around(cls, value: float, below: float, above: float) -> Interval:
-        """Make the interval of an estimate from its half-widths; the lower end stays positive."""
+        """Make an interval from an estimate and half-widths; the lower bound stays positive."""
         return cls(value, max(value - below, LEAST_SHARE * value), value + above)
 
     @classmethod
     def outer(cls, values: Sequence[float]) -> Interval:
-        """Make the interval of an estimate, which comes first, from the outer ones of all."""
+        """Make an interval from an estimate, the first value, and the extremes of all values."""
         return cls(values[0], min(values), max(values))
 
     def times(self, factor: float) -> Interval:
-        """The interval of a multiple of the figure; the factor is above 0."""
+        """The interval of a multiple of the figure, for a positive factor."""
         return Interval(self.value * factor, self.lo * factor, self.hi * factor)
 
     def chance_below(self, limit: float) -> float:
-        """How likely the true value is at most a limit.
+        """Probability that the true value is at most ``limit``.
 
-        Logarithms are taken for normal on each side of the estimate, with 5 % beyond each end.
+        Logarithms are assumed normal on each side of the estimate, with 5 % beyond each bound.
 
         Args:
-            limit: In the unit of the interval; may be infinite.
+            limit: Limit in the unit of the interval; may be infinite.
         """
         if limit <= 0.0 or self.value <= 0.0:
             return float(self.value <= limit)
@@ -65,7 +65,7 @@ class Interval(NamedTuple):
         return _NORMAL.cdf(_NORMAL.inv_cdf(0.95) * away)
 
     def quantile(self, chance: float) -> float:
-        """What the true value is at most with a probability; as of :meth:`chance_below`.
+        """Quantile of the true value at probability ``chance``, as in :meth:`chance_below`.
 
         Args:
             chance: Above 0 and below 1.
@@ -79,9 +79,9 @@ _NORMAL = NormalDist()
 
 
 class InSeconds:
-    """Comparisons of a result with seconds: ``assert prediction < 5e-3``; ``float`` gives them.
+    """Comparisons of a result with seconds, as in ``prediction < 5e-3``, and ``float()``.
 
-    A class that has ``latency_us`` inherits it.
+    Mix-in for classes with ``latency_us``.
     """
 
     @property
@@ -91,7 +91,7 @@ class InSeconds:
         return float(own.latency_us) / 1e6
 
     def _said(self) -> str:
-        """Time, interval and device in words."""
+        """Time, interval and device as text."""
         own: Any = self
         lo, hi = duration(own.lo_us), duration(own.hi_us)
         return f"{duration(own.latency_us)} ({lo} to {hi}) on {own.device}"
@@ -121,7 +121,7 @@ def _seconds(other: object) -> float:
 
 
 class HasLatency(Protocol):
-    """A result that holds its time and interval in microseconds."""
+    """A result with its time and interval in microseconds."""
 
     @property
     def latency_us(self) -> float:
@@ -129,36 +129,36 @@ class HasLatency(Protocol):
 
     @property
     def lo_us(self) -> float:
-        """Lower end."""
+        """Lower bound."""
 
     @property
     def hi_us(self) -> float:
-        """Upper end."""
+        """Upper bound."""
 
 
 def latency_fields(latency: Time, lo: Time, hi: Time) -> dict[str, Time]:
-    """Give the three keys of a time in seconds.
+    """The three fields of a time in seconds.
 
     Args:
-        latency: Estimate; a number, or an array of them.
-        lo: Lower end of its 90 % interval.
-        hi: Upper end.
+        latency: Estimate; a number or an array.
+        lo: Lower bound of its 90 % interval.
+        hi: Upper bound.
     """
-    # Seconds inside, microseconds in files and APIs: this is where they meet.
+    # Seconds inside, microseconds in files and APIs: this is the boundary.
     return dict(zip(LATENCY_KEYS, (latency * 1e6, lo * 1e6, hi * 1e6), strict=True))
 
 
 def latency_of(result: HasLatency) -> dict[str, float]:
-    """Give the three keys of a result that has them as attributes."""
+    """The three fields of a result that has them as attributes."""
     return {"latency_us": result.latency_us, "lo_us": result.lo_us, "hi_us": result.hi_us}
 
 
 def end_fields(name: str, interval: Interval) -> dict[str, float]:
-    """Give the keys of a figure and of its ends, which leave out a colon that ends the name."""
+    """The fields of a figure and its bounds; a final colon of the name is dropped for bounds."""
     plain = name.removesuffix(":")
     return {name: interval.value, f"{plain}_lo": interval.lo, f"{plain}_hi": interval.hi}
 
 
 def step_fields(interval: Interval) -> dict[str, float]:
-    """Give the keys of a step's time: ``step_us`` repeats ``latency_us``."""
+    """The fields of a step's time: ``step_us`` repeats ``latency_us``."""
     return {"step_us": interval.value * 1e6, **latency_fields(*interval)}

@@ -1,7 +1,7 @@
 """Keeps compilers of absent devices from disturbing this process.
 
-If they are installed in the same environment, JAX loads them when it looks for its devices, waits
-for hardware that this machine does not have, and prints pages of messages about it.
+If they are installed in the same environment, JAX loads them when it looks for devices, waits for
+missing hardware, and prints pages of messages.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 #: Device files of GPUs and TPUs on Linux: NVIDIA's driver, AMD's ROCm (kfd), TPU hosts (accel or
 #: vfio).
 _DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
-#: Packages through which JAX finds GPUs and TPUs when it starts.
+#: Packages by which JAX finds GPUs and TPUs when it starts.
 _PLUGINS = ("jax_plugins", "libtpu")
 
 
 def device_files() -> list[str]:
-    """Return the files of GPUs and TPUs on this machine, found without starting JAX."""
+    """Return the files of GPUs and TPUs on this machine, without starting JAX."""
     return sorted(str(p) for pattern in _DEVICE_FILES for p in Path("/dev").glob(pattern))
 
 
 def keep_plugins_quiet() -> bool:
-    """Restrict JAX to the CPU if there are plug-ins but no device that they could run on.
+    """Restrict JAX to the CPU if there are plug-ins but no devices for them.
 
     The user's own choice (``JAX_PLATFORMS``) takes precedence. Called when the package is imported.
 

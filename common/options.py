@@ -1,6 +1,6 @@
-"""What a field of a dataclass says about itself to command lines, the server and table readers.
+"""Options of dataclass fields, for command lines, the server and table readers.
 
-A question is one frozen dataclass, whose fields are annotated with an :class:`Option`::
+A request is a frozen dataclass, whose fields are annotated with an :class:`Option`::
 
     @dataclass(frozen=True)
     class Load:
@@ -10,8 +10,8 @@ A question is one frozen dataclass, whose fields are annotated with an :class:`O
         price: Annotated[Mapping[str, float], Option("Price.", collect=prices_of)] = …
         spec: DeviceSpec | None = None  # without an Option: not on the command line
 
-``cli/from_dataclass.py`` makes a command's options of it, and the server schemas of requests. A
-module that defines a question is imported for ``--help``, so it imports little.
+``cli/from_dataclass.py`` makes a command's options from it, and the server its request schemas.
+Modules that define requests are imported for ``--help``, so they import little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .parquet import TABLES
 
 T = TypeVar("T")
 
-#: Units that options take, as factors to the unit they are kept in; without a unit that unit.
+#: Units of option values, as factors to the stored unit; the stored unit without one.
 _SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {"": 1.0, "GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "MB": 1e6}
 _WATTS = {"": 1.0, "W": 1.0, "kW": 1e3}
@@ -37,24 +37,24 @@ class Option:
     """A field that users set.
 
     Attributes:
-        help: What it is, in one sentence for ``--help`` and the server's document.
+        help: Description in one sentence for ``--help`` and the server's document.
         names: Spellings on the command line, such as ``("--prefix-cache/--no-prefix-cache",)``; by
-            default ``--`` and the field's name. A flag that is only ever set has one name.
+            default ``--`` and the field's name. A flag without an off switch has one name.
         section: Section of a long help; by default the attribute ``section`` of the dataclass.
-        parse: Makes the field's value from its text, such as :func:`seconds_of`. Raises a
-            ``ValueError`` whose message says what to write instead.
-        typed: With ``parse``: the default as it is written on the command line.
-        collect: As ``parse``, of all texts of an option that may be given again.
+        parse: Converts text to the field's value, such as :func:`seconds_of`. Raises a
+            ``ValueError`` whose message states the valid form.
+        typed: With ``parse``: the default in its form on the command line.
+        collect: Like ``parse``, for all texts of a repeatable option.
         check: Takes the value and returns it, or raises a ``ValueError``, such as :func:`folder`.
-        least: Smallest number, as it is given.
-        most: Largest number; the server allows no larger one either.
-        choices: The texts that are allowed, which the server's schema lists.
-        unit: Factor from the number on the command line to the field's, such as ``2.0**30`` of a
-            size in GiB; whole numbers are given if it is an ``int``.
-        metavar: What stands for the value in ``--help``.
-        argument: Whether it is given by its position, without a name.
+        least: Smallest number, in the option's unit.
+        most: Largest number, also for the server.
+        choices: Allowed texts, which the server's schema lists.
+        unit: Factor from the number on the command line to the field's, such as ``2.0**30`` for a
+            size in GiB; an ``int`` unit takes whole numbers.
+        metavar: Placeholder of the value in ``--help``.
+        argument: Whether it is positional.
         shows_default: Whether ``--help`` prints the default.
-        environment: Environment variable that gives the value where the command line does not.
+        environment: Environment variable for the value if the command line does not give it.
     """
 
     help: str
@@ -86,7 +86,7 @@ def described(case: type) -> Iterator[tuple[Field[Any], Any, Option | None]]:
 
 
 def flat_options(case: type) -> Iterator[tuple[Field[Any], Any, Option]]:
-    """Fields that have options, those of fields that are dataclasses among them."""
+    """Fields with options, including those of nested dataclasses."""
     for field, hint, option in described(case):
         if is_dataclass(hint) and isinstance(hint, type):
             yield from flat_options(hint)
@@ -95,7 +95,7 @@ def flat_options(case: type) -> Iterator[tuple[Field[Any], Any, Option]]:
 
 
 def made(case: type[T], given: Mapping[str, Any]) -> T:
-    """Make a dataclass of :func:`flat_options` from values by name, in the options' units."""
+    """Make a dataclass from values by name, as of :func:`flat_options`, in the options' units."""
     values: dict[str, Any] = {}
     for field, hint, option in described(case):
         if is_dataclass(hint) and isinstance(hint, type):
@@ -112,7 +112,7 @@ def _quantity(text: str, units: Mapping[str, float], what: str, example: str) ->
         value = float(number) * units[text[len(number) :].strip()]
     except (ValueError, KeyError):
         value = math.nan
-    # Also false for NaN.
+    # Also rejects NaN.
     if not 0.0 < value < math.inf:
         raise ValueError(f"{text!r} is not a {what}: write {example}")
     return value
@@ -170,10 +170,10 @@ def _trips(text: str) -> int:
 
 
 def called(*suffixes: str) -> Callable[[Path | None], Path | None]:
-    """Make the check of a file's name: its suffix must name the format of its content.
+    """Make a check that a file's suffix names a supported format.
 
     Args:
-        suffixes: Suffixes of the formats that are written.
+        suffixes: Suffixes of the supported formats.
     """
 
     def check(path: Path | None) -> Path | None:
@@ -186,10 +186,10 @@ def called(*suffixes: str) -> Callable[[Path | None], Path | None]:
 
 
 def folder(path: Path | None) -> Path | None:
-    """Check the name of a folder: refuse a file, and the name of one.
+    """Check the name of a folder: reject a file, and a name with a file suffix.
 
     Raises:
-        ValueError: It is a file, or called as one.
+        ValueError: It is a file, or named like one.
     """
     if path is not None and (path.is_file() or path.suffix.lower() in (*TABLES, ".html", ".png")):
         raise ValueError(f"{str(path)!r} is called as a file, but a folder is written")

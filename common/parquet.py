@@ -1,4 +1,4 @@
-"""Tables of any origin: read within the machine's memory, checked, written as a file is called."""
+"""Tables of any origin: read within the machine's memory, checked, written by file suffix."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .worker_process import memory_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Share of the machine's memory that a table may take. Chosen by judgement: computing on it needs
+#: Fraction of the machine's memory that a table may take. Engineering choice: computing on it needs
 #: about as much again.
 MEMORY_SHARE = 0.5
 #: Bytes of a value in memory. A run of equal values takes none in the file (run-length encoding).
 _VALUE_BYTES = 8
-#: Suffixes of files that :func:`write_table` writes.
+#: File suffixes that :func:`write_table` supports.
 TABLES = (".parquet", ".csv", ".json")
 
 
 def read_table(
     path: Path, columns: Sequence[str] | None = None, filters: Any | None = None
 ) -> pd.DataFrame:
-    """Read a table into a frame: parquet, or CSV where the file is called so.
+    """Read a table into a frame: CSV if the file is named so, else parquet.
 
     Args:
         path: The file; a CSV may be compressed (``.csv.gz``).
         columns: Columns to read; all by default.
-        filters: Rows to read, as :func:`pandas.read_parquet` takes them; not of CSV.
+        filters: Rows to read, as for :func:`pandas.read_parquet`; ignored for CSV.
 
     Raises:
-        DatasetError: It is missing, no table, damaged, lacks a column, or would not fit into
-            memory: a file of a few kilobytes can stand for a table of any size.
+        DatasetError: It is missing, not a table, damaged, lacks a column, or does not fit into
+            memory: a file of a few kilobytes can expand to a table of any size.
     """
     import pandas as pd
     import pyarrow.parquet as pq
@@ -59,15 +59,15 @@ def read_table(
 def write_table(
     frame: pd.DataFrame, path: Path, compression: Literal["snappy", "zstd"] = "snappy"
 ) -> None:
-    """Write a table, whole or not at all, as what its file is called: parquet, CSV or JSON.
+    """Write a table atomically as parquet, CSV or JSON, by the file's suffix.
 
     Args:
         frame: The table.
-        path: The file; its folder is made.
-        compression: Of parquet.
+        path: The file; its folder is created.
+        compression: Compression of parquet.
 
     Raises:
-        DatasetError: The suffix is none of :data:`TABLES`.
+        DatasetError: The suffix is not in :data:`TABLES`.
         FileError: The file cannot be written.
     """
     suffix = path.suffix.lower()
@@ -81,21 +81,20 @@ def write_table(
         write_text(path, json_text(frame))
     else:
         with replacing(path) as partial:
-            # Checksums of pages make a damaged shard an error instead of wrong numbers
-            # (docs/trust.md).
+            # Page checksums make a damaged shard an error instead of wrong numbers (docs/trust.md).
             frame.to_parquet(
                 partial, index=False, compression=compression, write_page_checksum=True
             )
 
 
 def json_text(frame: pd.DataFrame) -> str:
-    """A table as a JSON array of its rows, with null for what is missing."""
-    # The ten decimal places of the default would cut the cost of a short run.
+    """A table as a JSON array of its rows, with null for missing values."""
+    # The default of ten decimal places would truncate the cost of a short run.
     return str(frame.to_json(orient="records", double_precision=15))
 
 
 def is_csv(path: Path) -> bool:
-    """Whether a file is called CSV, compressed or not."""
+    """Whether a file is named as CSV, compressed or not."""
     return path.name.endswith((".csv", ".csv.gz"))
 
 
@@ -104,7 +103,7 @@ def _read_csv(path: Path, columns: Sequence[str] | None) -> pd.DataFrame:
 
     wanted = None if columns is None else list(columns)
     try:
-        # Without this, the types of a long table's columns are guessed piece by piece.
+        # Otherwise the column types of a long table are guessed piece by piece.
         return pd.read_csv(path, usecols=wanted, low_memory=False)
     except FileNotFoundError:
         raise DatasetError("no such file", where=str(path)) from None
@@ -115,9 +114,9 @@ def _read_csv(path: Path, columns: Sequence[str] | None) -> pd.DataFrame:
 def _check_size(metadata: Any, path: Path) -> None:
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     values = metadata.num_rows * metadata.num_columns * _VALUE_BYTES
-    # Both are claims of the file's footer: either may be far below what the other demands.
+    # Both are claims of the file's footer, and either may be far too low.
     need = max(values, sum(g.total_byte_size for g in groups))
-    # Where the system does not say how much it has: a small workstation.
+    # Without known memory, assume a small workstation.
     have = MEMORY_SHARE * (memory_bytes() or 16 * 2.0**30)
     if need > have:
         raise DatasetError(
@@ -131,20 +130,20 @@ def _check_size(metadata: Any, path: Path) -> None:
 def check_measured(
     table: pd.DataFrame, columns: Iterable[str], where: str, *, needed: bool = False, row: str = ""
 ) -> None:
-    """Refuse measured values that are no positive, finite numbers.
+    """Reject measured values that are not positive, finite numbers.
 
-    An empty cell says that nothing was measured. A zero, a negative number, an infinity or a word
-    is a fault of the table: what was learned from it would be wrong without a sign.
+    An empty cell means that nothing was measured. A zero, a negative number, an infinity or a word
+    is a fault of the table, which would silently corrupt what is learned from it.
 
     Args:
         table: The table.
-        columns: Of measured values; those that the table lacks are skipped.
-        where: What the table is, such as its file.
-        needed: Whether an empty cell is refused as well.
-        row: Column that names the rows; ``id`` where there is one, else their number from 0.
+        columns: Columns of measured values; missing ones are skipped.
+        where: Description of the table, such as its file.
+        needed: Whether to reject empty cells as well.
+        row: Column that names the rows; by default ``id`` if there is one, else the row number.
 
     Raises:
-        DatasetError: A value is none; the message names the table, row, column and value.
+        DatasetError: A value is invalid; the message names the table, row, column and value.
     """
     import numpy as np
     import pandas as pd

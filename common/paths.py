@@ -1,4 +1,4 @@
-"""Where opcast keeps what it makes for the user: caches, measured devices, registered models."""
+"""Folders of opcast's files: caches, measured devices, registered models."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def home() -> Path:
-    """Return the folder of caches: ``$OPCAST_CACHE``, else ``opcast`` in the XDG cache folder."""
+    """Return the cache folder: ``$OPCAST_CACHE``, else ``opcast`` in the XDG cache folder."""
     if override := os.environ.get("OPCAST_CACHE"):
         return Path(override)
     return _xdg("XDG_CACHE_HOME", ".cache")
 
 
 def data_home() -> Path:
-    """Return the folder of what nothing can make anew, such as registered models.
+    """Return the folder of irreplaceable data, such as registered models.
 
-    ``$OPCAST_DATA``, else ``$OPCAST_CACHE`` where that is set, as one folder was for all, else
+    ``$OPCAST_DATA``, else ``$OPCAST_CACHE`` if set, which once was the folder of everything, else
     ``opcast`` in the XDG data folder.
     """
     if override := os.environ.get("OPCAST_DATA") or os.environ.get("OPCAST_CACHE"):

@@ -1,9 +1,9 @@
-"""What may be installed beside opcast: plug-ins, and the packages of its own extras.
+"""Plug-ins, and the packages of opcast's extras.
 
-Plug-ins are what other packages add through the entry points of a group.
-``opcast.estimators`` name classes of models, ``opcast.devices`` folders of device files,
-``opcast.workloads`` modules of the zoo, ``opcast.ops`` costs of custom calls and ``opcast.splits``
-splits of a dataset. Nothing of a package is imported until it is asked for.
+Plug-ins are added by other packages through the entry points of a group. ``opcast.estimators`` name
+classes of models, ``opcast.devices`` folders of device files, ``opcast.workloads`` modules of the
+zoo, ``opcast.ops`` costs of custom calls and ``opcast.splits`` splits of a dataset. Packages are
+only imported when one of these is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .paths import PACKAGE
 
 def found(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group by name; the names are sorted."""
-    # A name that two packages define belongs to the one found last.
+    # If two packages define a name, the last one wins.
     points = {point.name: point for point in entry_points(group=group)}
     return dict(sorted(points.items()))
 
@@ -42,7 +42,7 @@ def call(point: EntryPoint, *arguments: object) -> Any:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         file = getattr(sys.modules.get(point.module), "__file__", None)
-        # The innermost line of the plug-in: more telling than a line of a library below it.
+        # The innermost line of the plug-in: more informative than a line of a library below it.
         own = [frame for frame in frames if frame.filename == file] or frames
         place = f"{own[-1].filename}:{own[-1].lineno}" if own else point.value
         raise OpcastError(
@@ -70,7 +70,7 @@ def load(point: EntryPoint) -> Any:
 
 
 def extra_hint(extra: str) -> str:
-    """Return how to install an extra; no package index has opcast.
+    """Return the command to install an extra; opcast is on no package index.
 
     Args:
         extra: Name of the extra, such as ``track``.
@@ -81,14 +81,14 @@ def extra_hint(extra: str) -> str:
 
 
 def _clone() -> Path | None:
-    """The clone that opcast runs in or was installed from, if it is still there."""
+    """The clone that opcast runs in or was installed from, if it still exists."""
     if (PACKAGE / "pyproject.toml").is_file():
         return PACKAGE
     try:
         text = distribution("opcast").read_text("direct_url.json")
     except PackageNotFoundError:
         return None
-    # PEP 610: pip writes down which folder it installed from.
+    # PEP 610: pip records the folder that it installed from.
     url = urlparse(json.loads(text).get("url", "")) if text else None
     if url is None or url.scheme != "file":
         return None

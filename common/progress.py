@@ -1,4 +1,4 @@
-"""Progress of a long run on stderr: a bar on a terminal, otherwise a plain line now and then."""
+"""Progress of a long run on stderr: a bar on a terminal, otherwise occasional plain lines."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .files import printable
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-#: Seconds between lines where no terminal shows a bar; shorter tasks print nothing.
+#: Seconds between lines without a terminal; shorter tasks print nothing.
 _LINE_EVERY_S = 10.0
-#: The same for runs that are given hours.
+#: The same for runs of hours.
 _RARE_LINE_EVERY_S = 30.0
 T = TypeVar("T")
 
 
 def wrote(path: Path, what: str = "") -> None:
-    """Report on stderr what a command wrote and where, once the file is complete.
+    """Report on stderr what a command wrote, once the file is complete.
 
     Args:
         path: File or folder.
-        what: What is in it, or what to do with it.
+        what: Its content, or what to do with it.
     """
     sys.stderr.write(f"wrote {printable(str(path))}{f': {what}' if what else ''}\n")
     sys.stderr.flush()
@@ -46,7 +46,7 @@ class Lines:
         self._started = self._last = time.monotonic()
 
     def say(self, state: str = "") -> None:
-        """Write how far the work is, unless a line was written a moment ago."""
+        """Write the state of the work, unless a line was written a moment ago."""
         now = time.monotonic()
         if now - self._last < self._every:
             return
@@ -57,7 +57,7 @@ class Lines:
 
 
 class Progress:
-    """Shows how far a run has got that measures or compiles for a time.
+    """Shows the progress of a run that measures or compiles for a while.
 
     Args:
         total: Seconds or programs at which the run ends.
@@ -87,7 +87,7 @@ class Progress:
         """Show the present state.
 
         Args:
-            done: How far, in the unit of ``total``.
+            done: Progress in the unit of ``total``.
             samples: Labels so far.
             programs: Programs measured so far.
             failed: Programs that failed.
@@ -106,9 +106,9 @@ class Progress:
 
 @contextlib.contextmanager
 def _bar(show: bool, *columns: str) -> Iterator[RichProgress | None]:
-    """A bar that disappears at the end, on stderr, so that tables on stdout can be redirected.
+    """A transient bar on stderr, so that tables on stdout can be redirected.
 
-    There is none without a terminal or Rich.
+    ``None`` without a terminal or Rich.
     """
     bar: RichProgress | None = None
     if show and sys.stderr.isatty():
@@ -127,7 +127,7 @@ def _bar(show: bool, *columns: str) -> Iterator[RichProgress | None]:
 
 
 def tracked(items: Iterable[T], total: int, what: str, show: bool = True) -> Iterator[T]:
-    """Pass items through, and show how many were taken.
+    """Pass items through, and show how many were consumed.
 
     Args:
         items: Items to pass through.
@@ -143,7 +143,7 @@ def tracked(items: Iterable[T], total: int, what: str, show: bool = True) -> Ite
 
 @contextlib.contextmanager
 def counting(what: str, show: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Show how many of a work are done; the callback takes the finished and total numbers.
+    """Show how many parts of a work are done; the callback takes finished and total numbers.
 
     Args:
         what: Description of the work.
@@ -160,13 +160,13 @@ def counting(what: str, show: bool = True) -> Iterator[Callable[[int, int], None
 
 @contextlib.contextmanager
 def waiting(what: str, count: int, show: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show that something is at work and for how long; the callback takes the finished number.
+    """Show that a work is running and for how long; the callback takes the finished number.
 
-    It is to be called again and again while the work goes on, whether or not a number changed.
+    Call it repeatedly while the work runs, even if the number did not change.
 
     Args:
         what: Description of the work.
-        count: Number of its parts; one shows no number.
+        count: Number of its parts; 1 shows no number.
         show: Whether to show anything.
     """
     with _bar(show, "BarColumn", "TimeElapsedColumn") as bar:
@@ -181,10 +181,10 @@ def waiting(what: str, count: int, show: bool = True) -> Iterator[Callable[[int]
 
 @contextlib.contextmanager
 def stages(first: str) -> Iterator[Callable[[str], None]]:
-    """Show which stage a work is at; the callback takes the name of the next one.
+    """Show the current stage of a work; the callback takes the name of the next one.
 
     Args:
-        first: Name of the first stage, which is too short for a separate line in a log.
+        first: Name of the first stage, which is too short for a separate log line.
     """
     if not sys.stderr.isatty():
         yield lambda what: print(what, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Data frames as tables on a console, relative figures in percent; tables in Markdown."""
+"""Data frames as console tables with relative figures in percent; Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-#: Numeric columns of a metrics table that every terminal shows.
+#: Numeric columns of a metrics table that are always shown.
 _ALWAYS = ("group", "n", "median_ape", "mape", "coverage")
-#: Those that a narrow terminal leaves out, in this order.
+#: Columns to leave out on a narrow terminal, in this order.
 _SPARE = (
     "mean_abs_log", "top_k_recall", "kendall", "noise_mape", "width_median", "spearman", "bias",
     "noise_median_ape",
 )  # fmt: skip
-#: Those of both that hold no shares.
+#: Columns of both that are not fractions.
 _NO_SHARES = ("group", "n", "spearman", "kendall", "mean_abs_log")
 
 
@@ -39,13 +39,13 @@ def print_metrics(console: Console, table: pd.DataFrame, title: str) -> None:
 def print_frame(
     console: Console, frame: pd.DataFrame, title: str, spare: Sequence[str] = ()
 ) -> None:
-    """Print a frame as a table: what is too wide goes on in the next line, nothing is cut.
+    """Print a frame as a table; wide cells wrap, nothing is cut.
 
     Args:
-        console: Where to.
+        console: Console to print on.
         frame: The table.
         title: Its title; empty for none.
-        spare: Columns to leave out, the first one first, where the console is too narrow.
+        spare: Columns to leave out, in order, if the console is too narrow.
     """
     from rich.table import Table
     from rich.text import Text
@@ -57,10 +57,10 @@ def print_frame(
         ]
         for name in frame.columns
     }
-    # Names of figures are broken at their words, where these are wider than the figures.
+    # Names of figures break between words if they are wider than the figures.
     wide = {name: max(map(len, own), default=0) for name, own in cells.items()}
     heads = {
-        # Names of runs stay as they are, to be typed again.
+        # Names of runs are unchanged, so that they can be copied.
         name: name.replace("_", "\n" if len(name) > wide[name] else " ")
         if name.isidentifier()
         else name
@@ -77,7 +77,7 @@ def print_frame(
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in least:
         text = not pd.api.types.is_numeric_dtype(frame[name])
-        # Texts are folded before a figure is touched.
+        # Texts are folded rather than figures.
         table.add_column(
             heads[name],
             justify="left" if text else "right",
@@ -91,7 +91,7 @@ def print_frame(
         console.print(f"left out for the width: {', '.join(left_out)}")
 
 
-#: Widest cells that are never broken: figures with their unit.
+#: Width up to which cells are never broken: figures with their unit.
 _SHORT = 10
 #: Columns that are printed in per cent.
 PERCENTAGES = (
@@ -108,7 +108,7 @@ def in_percent(figures: pd.DataFrame) -> pd.DataFrame:
 
 
 def percent(wide: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Write shares in per cent with one decimal, ``–`` where there is none."""
+    """Format fractions in per cent with one decimal, ``–`` for missing ones."""
     shown = wide.copy()
     for column in (c for c in wide.columns if c not in names):
         shown[column] = [f"{100 * v:.1f}" if v == v else "–" for v in wide[column]]
@@ -118,12 +118,12 @@ def percent(wide: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
 def markdown_table(
     columns: Collection[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
 ) -> list[str]:
-    """Lines of a table in Markdown.
+    """Lines of a Markdown table.
 
     Args:
-        columns: Their heads.
-        rows: Cells, one a column.
-        right: Heads of columns that are aligned to the right.
+        columns: Headers.
+        rows: Cells, one per column.
+        right: Headers of right-aligned columns.
     """
     rule = "|".join("---:" if name in right else "---" for name in columns)
     return [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]

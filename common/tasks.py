@@ -1,7 +1,7 @@
-"""Tasks in processes of this machine or on a Ray cluster; those of workers that die run again.
+"""Tasks in processes of this machine or on a Ray cluster; rerun if their worker dies.
 
-Pieces of work run here or there (:func:`run_pieces`), with the same results; tasks on a cluster
-anywhere (:func:`run_tasks`), or one after the other on each host, which has its devices to itself
+Pieces of work run in either place with the same results (:func:`run_pieces`); tasks on a cluster
+run on any node (:func:`run_tasks`), or one at a time on each host, with all of its devices
 (:func:`run_on_hosts`).
 """
 
@@ -23,8 +23,8 @@ from .child_process import die_with_parent
 from .errors import OpcastError
 from .plugins import extra_hint
 
-#: Times that a task is run again if its worker dies. Single deaths (memory, preemption) are
-#: retried; a task that kills every worker must not retry forever. Engineering estimate.
+#: Reruns of a task whose worker dies. Single deaths (memory, preemption) are retried; a task that
+#: kills every worker must not retry forever. Engineering estimate.
 MOST_LOSSES = 20
 #: Seconds between two progress reports while waiting for hosts.
 _TICK_S = 1.0
@@ -32,8 +32,8 @@ Item = TypeVar("Item")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
-#: Evaluates the candidates of a piece under the settings that all share; one row for each. It must
-#: be a function of a module, so that it can be sent to another process.
+#: Evaluates the candidates of a piece under shared settings; returns one row each. It must be a
+#: module-level function, so that it can be sent to another process.
 Judge = Callable[[Job, Sequence[Item]], list[Result]]
 
 
@@ -42,8 +42,8 @@ class Host:
     """A node of a Ray cluster.
 
     Attributes:
-        number: Its place among those with the device, by address.
-        node: Ray's id of the host.
+        number: Index among the nodes with the device, by address.
+        node: Ray's id of the node.
         resources: Its CPUs and devices.
     """
 
@@ -69,7 +69,7 @@ def connect(address: str) -> Any:
         raise OpcastError("Ray is not installed", hint=extra_hint("scale")) from None
     try:
         with warnings.catch_warnings():
-            # Ray's children are other programs, which JAX's warning of forks does not concern.
+            # JAX warns about forks, but Ray's children are other programs.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             ray.init(address=None if address == "local" else address, ignore_reinit_error=True)
     except Exception as error:  # Ray raises several unrelated classes
@@ -84,22 +84,22 @@ def run_tasks(
     address: str,
     limit_s: float = float("inf"),
 ) -> Iterator[tuple[int, Result]]:
-    """Run one task for each item; yields places and results in order of completion.
+    """Run one task per item; yields indices and results in order of completion.
 
-    If the caller stops iterating, tasks that have not ended are cancelled.
+    If the caller stops iterating, unfinished tasks are cancelled.
 
     Args:
         work: Called with ``shared`` and an item; must be importable by the workers.
         shared: Sent to each node once.
-        items: What tasks differ in.
-        address: As of :func:`connect`.
-        limit_s: Seconds after which tasks that have not ended are cancelled.
+        items: Arguments of the tasks.
+        address: As for :func:`connect`.
+        limit_s: Seconds after which unfinished tasks are cancelled.
 
     Raises:
-        OpcastError: See :func:`connect`; or what a task raises.
+        OpcastError: See :func:`connect`; or an error of a task.
     """
     ray = connect(address)
-    # The exit of a worker is no error of the task: it runs again elsewhere.
+    # The exit of a worker is not an error of its task, which is rerun elsewhere.
     remote = ray.remote(max_retries=MOST_LOSSES, num_cpus=1)(work)
     everywhere = ray.put(shared)
     places = {remote.remote(everywhere, item): i for i, item in enumerate(items)}
@@ -108,7 +108,7 @@ def run_tasks(
     try:
         while waiting:
             left = end - time.monotonic()
-            # Ray takes no infinite timeout.
+            # Ray accepts no infinite timeout.
             done, waiting = ray.wait(waiting, timeout=max(left, 0.0) if left < inf else None)
             if not done:
                 return
@@ -120,16 +120,16 @@ def run_tasks(
                         raise error.cause from None
                     raise
     finally:
-        # The workers would go on for as long as this process is connected.
+        # The workers would continue while this process is connected.
         for reference in waiting:
             ray.cancel(reference, force=True)
 
 
 def hosts_of(address: str, device: str) -> list[Host]:
-    """Nodes of a cluster that have a device.
+    """Nodes of a cluster with a device.
 
     Args:
-        address: As of :func:`connect`.
+        address: As for :func:`connect`.
         device: Ray's name of the resource: ``CPU``, ``GPU`` or ``TPU``.
 
     Raises:
@@ -150,21 +150,21 @@ def run_on_hosts(
     lost: Callable[[Host], None],
     tick: Callable[[], None],
 ) -> Iterator[tuple[Host, Result]]:
-    """Run one item after the other on each host; yields results in order of completion.
+    """Run items one at a time on each host; yields results in order of completion.
 
-    A task has all CPUs and devices of its host, so that none disturbs what it measures. If its
-    worker dies, it runs again there.
+    A task has all CPUs and devices of its host, so that nothing disturbs its measurements. If its
+    worker dies, it is rerun there.
 
     Args:
         work: Called with an item; must be importable by the workers.
-        hosts: Of the cluster that is connected (:func:`hosts_of`).
-        next_item: The next item of a host, asked for once its last result was read; ``None``
-            ends it.
+        hosts: Hosts of the connected cluster (:func:`hosts_of`).
+        next_item: Returns the next item of a host after its last result was read; ``None`` ends
+            it.
         lost: Called with a host that is lost, in place of a result.
         tick: Called every second.
 
     Raises:
-        OpcastError: What a task raises.
+        OpcastError: An error of a task.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -215,19 +215,19 @@ def run_pieces(
     ray: str = "",
     limit_s: float = float("inf"),
 ) -> Iterator[list[Result]]:
-    """Run pieces; yields results in order of completion, without workers in that of the pieces.
+    """Run pieces; yields results in order of completion, which is their order without workers.
 
     Args:
         judge: Evaluates a piece.
-        job: Settings that all candidates share.
+        job: Settings shared by all candidates.
         pieces: Pieces of candidates.
-        workers: Processes; 1 for this one.
+        workers: Number of processes; 1 for this one.
         ray: Address of a Ray cluster instead, such as ``auto`` or ``ray://host:10001``; ``local``
             starts one.
-        limit_s: Seconds after which a Ray cluster gives up pieces that have not ended.
+        limit_s: Seconds after which a Ray cluster cancels unfinished pieces.
 
     Raises:
-        OpcastError: Workers die again and again; or Ray is not installed, or the cluster cannot be
+        OpcastError: Workers die repeatedly; or Ray is not installed, or the cluster cannot be
             reached.
     """
     if ray:
@@ -243,16 +243,16 @@ def run_pieces(
 def _in_processes(
     judge: Judge[Job, Item, Result], job: Job, pieces: Sequence[list[Item]], workers: int
 ) -> Iterator[list[Result]]:
-    """Run pieces on processes; if the caller stops iterating, no more pieces are started."""
+    """Run pieces on processes; if the caller stops iterating, no further pieces are started."""
     left = dict(enumerate(pieces))
     losses = 0
     while left:
-        # A broken pool cannot be used again, so each round starts a new one. Processes are spawned:
-        # a fork would copy locks that threads of native libraries may hold.
+        # A broken pool cannot be reused, so each round starts a new one. Processes are spawned: a
+        # fork would copy locks held by threads of native libraries.
         with ProcessPoolExecutor(
             workers, get_context("spawn"), die_with_parent, (os.getpid(),)
         ) as pool:
-            # All at once: the pool hands out the next piece as soon as a worker is free.
+            # All at once: the pool assigns the next piece as soon as a worker is free.
             running = {pool.submit(judge, job, piece): n for n, piece in left.items()}
             try:
                 for number, rows in _finished(running):

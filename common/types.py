@@ -1,4 +1,4 @@
-"""Types of data whose content is checked where it is read."""
+"""Types of JSON data, and their validation when it is read."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-#: An object of JSON or YAML, or values by name that are written as one.
+#: A JSON or YAML object, or values by name that are written as one.
 JsonObject = dict[str, Any]
-#: One that is only read.
+#: A read-only JSON or YAML object.
 JsonMapping = Mapping[str, Any]
-#: A value, type, attribute or operation of MLIR, where the stubs of its bindings lack the class.
+#: A value, type, attribute or operation of MLIR, if the stubs of its bindings lack the class.
 MlirObject = Any
-#: An object of JAX's own without a public type: lowered and compiled functions, jaxprs, devices.
+#: An object of JAX without a public type: lowered and compiled functions, jaxprs, devices.
 JaxObject = Any
 
 T = TypeVar("T")
 
 
 def typed(kind: type[T], value: Any, at: str) -> T:
-    """A value of JSON as an instance of a type.
+    """Convert a JSON value to a type.
 
     Args:
-        kind: A dataclass, of which other keys are ignored, or a ``dict``, ``tuple``, number or
-            text, or ``None`` instead of one.
-        value: As the file has it.
-        at: Where it stands.
+        kind: A dataclass, whose unknown keys are ignored, a ``dict``, ``tuple``, number or text, or
+            a union of one with ``None``.
+        value: Value from the file.
+        at: Location of the value, for the message.
 
     Raises:
-        ValueError: It is something else; the message says where.
+        ValueError: It has another type; the message has the location.
     """
     chosen: Any = kind
     if isinstance(chosen, UnionType):

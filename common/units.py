@@ -1,10 +1,10 @@
-"""Quantities as text: SI prefixes, and never an exponent."""
+"""Quantities as text with SI prefixes, without exponents."""
 
 from __future__ import annotations
 
 from math import isfinite, log10
 
-#: SI prefixes with their factor, the largest first.
+#: SI prefixes with their factors, the largest first.
 _PREFIXES = (
     (1e18, "E"),
     (1e15, "P"),
@@ -22,7 +22,7 @@ _PREFIXES = (
 def plain(value: float, digits: int = 3) -> str:
     """Write a number with a few significant digits and without an exponent.
 
-    Whole parts keep separators of thousands: ``12345.6`` is ``12,300``, ``0.0000123`` is
+    Whole numbers have thousands separators: ``12345.6`` is ``12,300``, ``0.0000123`` is
     ``0.0000123``.
 
     Args:
@@ -41,7 +41,7 @@ def plain(value: float, digits: int = 3) -> str:
 
 
 def per_second(value: float) -> str:
-    """Write an amount a second: whole from ten on, below with three significant digits."""
+    """Write a rate: whole from ten on, below with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 10.0 else plain(value)
 
 
@@ -49,8 +49,8 @@ def quantity(value: float, unit: str, digits: int = 3) -> str:
     """Write a quantity with the SI prefix that leaves one to three digits before the point.
 
     Args:
-        value: In the unit without a prefix.
-        unit: Such as ``J`` or ``FLOP/s``.
+        value: Value in the unit without a prefix.
+        unit: Unit, such as ``J`` or ``FLOP/s``.
         digits: Significant digits.
     """
     if not isfinite(value) or value == 0.0:
@@ -63,7 +63,7 @@ def quantity(value: float, unit: str, digits: int = 3) -> str:
 
 def duration(us: float) -> str:
     """Write microseconds with a readable unit, three significant digits."""
-    # Nobody writes kiloseconds.
+    # Kiloseconds are not in use.
     return f"{plain(us / 1e6)} s" if abs(us) >= 999.5e6 else quantity(us / 1e6, "s")
 
 
@@ -82,7 +82,7 @@ def size(count: float) -> str:
 
 
 def likely(chance: float) -> str:
-    """Write a probability: never a certainty, which no prediction has."""
+    """Write a probability, but never as a certainty."""
     percent = round(100 * chance)
     if percent in (0, 100):
         return "over 99 %" if percent else "under 1 %"

@@ -1,4 +1,4 @@
-"""Releases of software: their numbers, and whether there can be one."""
+"""Versions of software: their numbers, and whether they are plausible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those of some packages that are installed."""
+    """Versions of the installed ones of some packages."""
     found = {}
     for name in packages:
         try:
@@ -19,18 +19,18 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Major, minor and patch number of a version, as far as it begins with them."""
+    """Major, minor and patch number at the start of a version, as far as present."""
     stem = re.match(r"\d+(\.\d+){0,2}", version)
     return tuple(map(int, stem[0].split("."))) if stem else ()
 
 
 def can_be_release(version: str, first: str, newest: str) -> bool:
-    """Whether a version may be one, even if it is newer than all that are known.
+    """Whether a version may exist, even if it is newer than all known ones.
 
     Args:
-        version: Begins with a number.
-        first: The first release; nothing is older.
-        newest: The newest known one; nothing is more than a major version ahead of it.
+        version: Starts with a number.
+        first: The first release; no version is older.
+        newest: The newest known release; no version is more than a major version ahead.
     """
     asked = version_numbers(version)
     old = asked < version_numbers(first)[: len(asked)]
@@ -38,6 +38,6 @@ def can_be_release(version: str, first: str, newest: str) -> bool:
 
 
 def is_newer(version: str, newest: str) -> bool:
-    """Whether a version is newer than the newest known one, as far as this one says."""
+    """Whether a version is newer than the newest known one, up to the latter's precision."""
     least = version_numbers(newest)
     return version_numbers(version)[: len(least)] > least

@@ -1,7 +1,7 @@
-"""Protocol buffers on the wire, as far as traces need them: varints and length-delimited fields.
+"""Protocol buffer encoding, as far as traces need it: varints and length-delimited fields.
 
-Written by hand so that traces need no protobuf package, and readers skip what they do not need. The
-encoding is that of https://protobuf.dev/programming-guides/encoding. A field is a key,
+Written by hand so that traces need no protobuf package, and readers can skip fields. The encoding
+is that of https://protobuf.dev/programming-guides/encoding. A field is a key,
 ``number << 3 | type``, and a value: a varint (type 0), 8 bytes (1), a length and bytes (2), or
 4 bytes (5).
 """
@@ -13,13 +13,13 @@ from typing import TypeVar
 
 #: An encoded message: bytes, or a view of them, whose parts are views.
 Data = TypeVar("Data", bytes, memoryview)
-#: Wire types; 3 and 4 are the deprecated groups, which nobody writes any more.
+#: Wire types; 3 and 4 are the deprecated groups, which are no longer written.
 VARINT, BYTES = 0, 2
-#: Bytes of the values of the types with a fixed size.
+#: Bytes of the values of fixed-size types.
 _SIZES = {1: 8, 5: 4}
-#: Negative numbers travel as two's complement of 64 bits, whatever the field's type.
+#: Negative numbers are encoded in two's complement of 64 bits for any field type.
 _MASK = 2**64 - 1
-#: Places of a varint's bytes: 64 bits at 7 per byte.
+#: Shifts of a varint's bytes: 64 bits at 7 per byte.
 _SHIFTS = range(0, 70, 7)
 
 
@@ -52,13 +52,13 @@ def packed(field: int, values: Iterable[int]) -> bytes:
 
 
 def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Read a whole number; return it and the position behind it.
+    """Read a whole number; return it and the position after it.
 
     Raises:
-        ValueError: The data ends in it, or it is longer than 64 bits.
+        ValueError: The data is cut off, or the number is longer than 64 bits.
     """
     value, start = 0, at
-    # Seven bits per byte, lowest first; the top bit says that more follow.
+    # Seven bits per byte, lowest first; the top bit marks a continuation.
     for shift in _SHIFTS:
         if at >= len(data):
             break
@@ -71,17 +71,17 @@ def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def signed(value: int) -> int:
-    """Return the signed number that a varint of 64 bits stands for."""
+    """Return the signed number that a 64-bit varint encodes."""
     return value - 2**64 if value >> 63 else value
 
 
 def fields(data: Data) -> Iterator[tuple[int, int | Data]]:
-    """Pass over the fields of a message: number, and the whole number or the bytes that it holds.
+    """Iterate over the fields of a message: number, and the whole number or the bytes.
 
-    Floats and fixed integers come as their bytes.
+    Floats and fixed-size integers are returned as bytes.
 
     Raises:
-        ValueError: The message is cut off, or is none.
+        ValueError: The message is cut off or malformed.
     """
     at = 0
     while at < len(data):
@@ -105,7 +105,7 @@ def fields(data: Data) -> Iterator[tuple[int, int | Data]]:
 
 def numbers(value: int | bytes) -> list[int]:
     """Return the elements of a repeated field of whole numbers, packed or not."""
-    # Writers may leave a field unpacked, and readers must accept both forms.
+    # Writers may leave a field unpacked; readers must accept both forms.
     if isinstance(value, int):
         return [value]
     decoded, at = [], 0

@@ -1,8 +1,8 @@
-"""Worker processes: what may crash, hang or run out of memory does so outside this process.
+"""Worker processes, for work that may crash, hang or run out of memory.
 
-One mechanism for all of them: the environment in which a worker finds the same packages, a process
-group of its own, a memory limit, messages with a deadline, the last lines of standard error for
-error texts, and an end with this process (:mod:`opcast.common.child_process` is the worker's side).
+All have the environment to import the same packages, a separate process group, a memory limit,
+messages with a deadline, the last lines of standard error for error messages, and end with this
+process (:mod:`opcast.common.child_process` is the worker's side).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import IO
 from .child_process import LENGTH_BYTES, WORKER
 from .paths import PACKAGE
 
-#: Variables that tell numerical libraries how many threads to start.
+#: Variables for the number of threads of numerical libraries.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-#: Seconds that a worker which has closed its output gets to end, so that its status can be told.
+#: Seconds for a worker that closed its output to end, so that its status can be reported.
 _END_S = 5.0
-#: Bytes at the end of standard error that are kept for error texts.
+#: Bytes at the end of standard error to read for error messages.
 _TAIL_BYTES = 2**18
-#: Bytes that are moved at a time: the capacity of a pipe on Linux.
+#: Bytes to move at a time: the capacity of a pipe on Linux.
 _PIECE_BYTES = 2**16
 
 
@@ -46,14 +46,14 @@ def memory_bytes() -> float:
         total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
         return 0.0
-    # cgroup v2; the file reads "max" where there is no limit.
+    # cgroup v2; the file contains "max" without a limit.
     with contextlib.suppress(OSError, ValueError):
         total = min(total, float(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Make the command that runs a module of opcast; its folder stays off the path."""
+    """Make the command that runs a module of opcast, without its folder on the path."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -70,8 +70,7 @@ def worker_environment(
         without: Variables to leave out.
         memory_bytes: The worker's memory limit; 0 for none.
     """
-    # PYTHONPATH carries this process's path over: the worker is started with -P, without its
-    # folder.
+    # PYTHONPATH carries over this process's path: the worker is started with -P.
     paths = [path for path in (*sys.path, str(PACKAGE.parent)) if path]
     kept = {name: value for name, value in os.environ.items() if name not in without}
     return {
@@ -83,15 +82,16 @@ def worker_environment(
 
 
 class WorkerProcess:
-    """A process in its own session: Ctrl-C reaches this process alone, which then ends the worker.
+    """A process in its own session: Ctrl-C only reaches this process, which then ends the worker.
 
     Args:
-        command: What to run, such as :func:`module_command` gives.
+        command: Command to run, such as from :func:`module_command`.
         variables: Environment variables to set.
         without: Environment variables of this process to leave out.
-        memory_bytes: Most private memory that the worker may take; 0 for no limit.
-        messages: Whether it exchanges messages, by a :class:`~opcast.common.child_process.Channel`.
-        keep_errors: Whether its standard error is kept for error texts; else it is this process's.
+        memory_bytes: Limit of the worker's private memory; 0 for none.
+        messages: Whether it exchanges messages through a
+            :class:`~opcast.common.child_process.Channel`.
+        keep_errors: Whether to keep its standard error for error messages; else it is inherited.
         pass_fds: Open files that it inherits.
     """
 
@@ -118,13 +118,12 @@ class WorkerProcess:
             stderr=self._errors,
             bufsize=0,
             env=worker_environment(variables, without=without, memory_bytes=memory_bytes),
-            # Its own group, so that stop() reaches processes that the worker started.
+            # Its own group, so that stop() reaches processes started by the worker.
             start_new_session=True,
             pass_fds=pass_fds,
         )
         if self._process.stdin is not None:
-            # A worker that does not read must not block this process: poll() says when there is
-            # room.
+            # A worker that does not read must not block this process: poll() reports free space.
             os.set_blocking(self._process.stdin.fileno(), False)
 
     def __enter__(self) -> WorkerProcess:
@@ -139,14 +138,14 @@ class WorkerProcess:
         return self._process.pid
 
     def status(self) -> int | None:
-        """Return the exit status, or minus the signal that ended it; ``None`` if it still runs."""
+        """Return the exit status, or minus the signal that ended it; ``None`` while it runs."""
         return self._process.poll()
 
     def send(self, message: bytes, timeout_s: float | None = None) -> None:
-        """Send a message; replies that arrive meanwhile are kept, so that neither side blocks.
+        """Send a message; replies that arrive meanwhile are stored, so that neither side blocks.
 
         Raises:
-            WorkerEnded: The worker is gone.
+            WorkerEnded: The worker has ended.
             WorkerTimeout: It does not read the message within the limit.
         """
         self._unsent += len(message).to_bytes(LENGTH_BYTES, "little")
@@ -157,8 +156,8 @@ class WorkerProcess:
         """Return the next message of the worker.
 
         Raises:
-            WorkerEnded: The worker is gone.
-            WorkerTimeout: There is none within the limit.
+            WorkerEnded: The worker has ended.
+            WorkerTimeout: No message arrives within the limit.
         """
         self._exchange(lambda: len(self._received) >= self._frame_bytes(), timeout_s)
         size = self._frame_bytes()
@@ -167,7 +166,7 @@ class WorkerProcess:
         return message
 
     def ending(self) -> tuple[int, str]:
-        """Return the exit status of a worker that closed its output, also in words."""
+        """Return the exit status of a worker that closed its output, also as text."""
         try:
             status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:  # it closed its output and stays
@@ -181,7 +180,7 @@ class WorkerProcess:
             return status, f"signal {-status}"
 
     def errors(self) -> str:
-        """Return the end of what it wrote to standard error, as far as that is kept."""
+        """Return the end of its standard error, if kept."""
         if self._errors is None or self._errors.closed:
             return ""
         file = self._errors.fileno()
@@ -190,12 +189,12 @@ class WorkerProcess:
         return os.pread(file, _TAIL_BYTES, start).decode(errors="replace")
 
     def last_error(self, length: int = 300) -> str:
-        """Return the last line of :meth:`errors` that is not empty, cut to a length."""
+        """Return the last non-empty line of :meth:`errors`, cut to a length."""
         lines = [line.strip() for line in self.errors().splitlines() if line.strip()]
         return lines[-1][:length] if lines else ""
 
     def stop(self) -> None:
-        """End the worker with all the processes of its group; harmless if it has ended."""
+        """End the worker with all processes of its group; no effect if it has ended."""
         if self._stopped:  # the group's id may be another's by now
             return
         self._stopped = True
@@ -210,13 +209,13 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _frame_bytes(self) -> int:
-        """Count the bytes of the oldest message with its length; just the length if absent."""
+        """Bytes of the oldest message including its length; of the length alone if absent."""
         if len(self._received) < LENGTH_BYTES:
             return LENGTH_BYTES
         return LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
 
     def _exchange(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Move bytes both ways until something is done."""
+        """Move bytes both ways until ``done`` is true."""
         sends, receives = self._process.stdin, self._process.stdout
         assert sends is not None and receives is not None
         end = None if timeout_s is None else time.monotonic() + timeout_s

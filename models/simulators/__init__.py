@@ -1,7 +1,7 @@
 """Third-party simulators and compilers as estimators: SCALE-Sim, ZigZag, IREE and libtpu.
 
-Each predicts the kernels that its tool can model; the others take the roofline, with a reason.
-Tools run in a separate process, and their answers are cached on disk (docs/fidelities.md).
+Each predicts the kernels that its tool can model; all others take the roofline, with a reason. The
+tools run in a separate process, and their answers are cached on disk (docs/fidelities.md).
 """
 
 from .base import Answer, AnsweringEstimator, SimulatorEstimator

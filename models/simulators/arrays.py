@@ -1,4 +1,4 @@
-"""Maps kernels to matrix products on systolic arrays, and shares products among arrays."""
+"""Maps kernels to matrix products on systolic arrays, and distributes products over arrays."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...features.ir.program import DTYPE_BITS, DTYPES, REDUCED
 from ...features.kernels.kernel import Kernel
 from ...features.table.columns import INDEX
 
-#: Attributes that a device must have to be modelled, with their keys in a device file.
+#: Attributes of a device that a model of its arrays needs, with their keys in a device file.
 _NEEDED = {
     "array_rows": "array_rows",
     "array_columns": "array_columns",
     "arrays_per_core": "arrays_per_core",
     "clock_hz": "boost_mhz",
 }
-#: The same for models of the memories.
+#: Attributes that a model of its memories needs.
 _VMEM = {"shared_bytes_per_core": "shared_kb_per_core", "memory_bytes": "memory_gb"}
 
 
@@ -30,13 +30,13 @@ class Product:
 
     Attributes:
         batch: Independent products: batched ones, or groups of a convolution.
-        m: Rows; of a convolution its output positions.
-        n: Columns; of a convolution the features of a group.
-        k: Size that is summed over; of a convolution the channels of a group times the window.
+        m: Rows; for a convolution its output positions.
+        n: Columns; for a convolution the features of a group.
+        k: Reduction size; for a convolution the channels of a group times the window.
         times: Work of all products of the kernel over that of this one, the largest.
         rate: Matrix rate that it runs at.
         bits: Bits of an element.
-        fold: Bytes of the first operand over what it has unfolded into ``m × k``; 1 unless a
+        fold: Bytes of the first operand over its bytes unfolded to ``m × k``; 1 unless a
             convolution reads elements several times.
     """
 
@@ -53,8 +53,8 @@ class Product:
 def product_of(kernel: Kernel, row: np.ndarray) -> Product | str:
     """The matrix product or implicit product of a convolution in a kernel, or why there is none.
 
-    Zeros that a dilated input has between its elements are not multiplied: rows shrink by the
-    share of the products that they make.
+    Zeros between the elements of a dilated input are not multiplied: rows shrink by their share of
+    the products.
     """
     if kernel.kind not in ("gemm", "conv"):
         return f"no matrix product ({kernel.kind})"
@@ -62,7 +62,7 @@ def product_of(kernel: Kernel, row: np.ndarray) -> Product | str:
     if min(m, n, k, batch) < 1:
         return f"product of unknown size ({kernel.opcode})"
     dense = float(row[INDEX["dense_flops"]])
-    # A fusion may hold several products: the largest stands for all, scaled by their FLOPs.
+    # A fusion may have several products: the largest represents all, scaled by their FLOPs.
     times = max(dense / (2.0 * batch * m * n * k), 1.0)
     # Gradients of strided convolutions dilate their input: ``dense_flops`` counts the zeros between
     # its elements, ``matmul_flops`` does not.
@@ -78,7 +78,7 @@ def product_of(kernel: Kernel, row: np.ndarray) -> Product | str:
 def passes(rate: str, device: DeviceSpec) -> float:
     """Passes of an array over a product of a type: 1 for bf16, 6 for true f32 on a TPU.
 
-    Operands that may be rounded take one pass, as the TPU's compiler does by default.
+    Operands that may be rounded take one pass, the default of the TPU compiler.
     """
     if rate == REDUCED:
         return 1.0
@@ -86,12 +86,12 @@ def passes(rate: str, device: DeviceSpec) -> float:
 
 
 def require_arrays(device: DeviceSpec, tool: str, memory: bool = False) -> None:
-    """Refuse a device whose description lacks what a model of its arrays needs.
+    """Reject a device whose description lacks figures for a model of its arrays.
 
     Args:
         device: The device.
         tool: Name of the tool, for the message.
-        memory: Whether sizes of the memories are needed as well.
+        memory: Whether sizes of the memories are also needed.
 
     Raises:
         DeviceError: Something is missing.
@@ -112,17 +112,18 @@ def arrays_of(device: DeviceSpec) -> int:
 
 
 def shared_cycles(folds: int, length: int, overhead: int, arrays: int) -> int:
-    """Cycles of equal folds on several arrays, each fold taking ``overhead + length``.
+    """Cycles of equal folds on several arrays, where a fold takes ``overhead + length``.
 
-    A fold's rows may be split into ``p`` parts that go to different arrays: the least over ``p`` of
+    A fold's rows may be split into ``p`` parts on different arrays: the minimum over ``p`` of
     ``ceil(folds · p / arrays) · (overhead + ceil(length / p))``.
 
     Args:
-        folds: Folds of the product, including a batch's.
-        length: Cycles of a fold that a split divides (the rows that stream through).
-        overhead: Cycles of a fold that it does not (fill, drain, loading).
-        arrays: Arrays.
+        folds: Folds of the product, including its batch.
+        length: Cycles of a fold that a split divides (the streaming rows).
+        overhead: Cycles of a fold that it does not divide (fill, drain, loading).
+        arrays: Number of arrays.
     """
+    # More parts use idle arrays, but each repeats the overhead.
     # More parts fill idle arrays, but each of them pays the overhead again.
     return min(
         ceil(folds * parts / arrays) * (overhead + ceil(length / parts))

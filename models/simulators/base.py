@@ -1,4 +1,4 @@
-"""Base class of the simulators: the kernels they model, their process, their cached answers."""
+"""Base class of the simulators: coverage of kernels, the tool's process, cached answers."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from ..core.kernel_table import SMALLEST, kernel_table
 from ..core.store import check_estimator, read_manifest, write_folder
 from ..trust.calibrator import UNCALIBRATED
 
-#: Seconds that a tool may take to be imported, on top of the limit of its first job. Engineering
-#: estimate for a cold disk.
+#: Seconds for importing a tool, in addition to the limit of its first job. Engineering estimate for
+#: a cold disk.
 START_S = 60.0
-#: JAX must not load compilers of absent devices there, nor Matplotlib look for a display.
+#: Keeps JAX from loading compilers of absent devices, and Matplotlib from opening a display.
 _SET = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 class ToolProcess:
-    """A tool's process, started on the first job and again after it hung or died.
+    """A tool's process, started on the first job and restarted after it hung or died.
 
     Args:
         tool: Module of this package with a function ``run(job) -> reply``.
-        limit_s: Seconds of one job.
+        limit_s: Time limit of one job in seconds.
     """
 
     def __init__(self, tool: str, limit_s: float) -> None:
@@ -87,11 +87,11 @@ class ToolProcess:
 
 @dataclass(frozen=True)
 class Answer:
-    """A tool's answer about a kernel.
+    """A tool's answer for a kernel.
 
     Attributes:
-        seconds: Time of the part of the kernel that it models; 0 if it models none.
-        reason: Why it models none; empty if it models the kernel.
+        seconds: Time of the modelled part of the kernel; 0 without one.
+        reason: Why the kernel is not modelled; empty if it is.
     """
 
     seconds: float
@@ -104,17 +104,17 @@ class Answer:
 
 
 class AnsweringEstimator(ABC):
-    """An estimator whose answers come from another tool; it learns nothing.
+    """An estimator whose answers come from another tool; nothing is learned.
 
     A kernel without an answer takes ``roofline + floor``, marked ``roofline`` and out of domain;
-    :meth:`reasons` gives the reason.
+    :meth:`reasons` has the reason.
 
     Args:
         params: Keywords of the constructor; saved with the estimator.
     """
 
     name: str = ""
-    #: ``source`` of its answers.
+    #: ``source`` of its predictions.
     source: ClassVar[str] = ""
 
     def __init__(self, **params: object) -> None:
@@ -127,15 +127,15 @@ class AnsweringEstimator(ABC):
 
     @abstractmethod
     def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:
-        """The tool's answer about each kernel.
+        """The tool's answer for each kernel.
 
         Raises:
             ModelError: The tool is not installed.
-            DeviceError: It cannot model the device.
+            DeviceError: The tool cannot model the device.
         """
 
     def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
-        """Seconds of whole kernels from the answers, shape ``(n,)``: the answers themselves.
+        """Seconds of whole kernels, shape ``(n,)``; by default the answers themselves.
 
         Args:
             answered: Seconds of the answers.
@@ -145,11 +145,11 @@ class AnsweringEstimator(ABC):
         return answered
 
     def fit(self, dataset: Dataset) -> Self:
-        """Return the estimator as it is: it learns nothing."""
+        """Return the unchanged estimator: nothing is learned."""
         return self
 
     def reasons(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
-        """Why each kernel takes its roofline; empty for those that the tool models."""
+        """Why each kernel takes its roofline; empty for modelled kernels."""
         return [answer.reason for answer in self.answers(kernels, device)]
 
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
@@ -166,8 +166,7 @@ class AnsweringEstimator(ABC):
         simulated = np.array([answer.seconds for answer in answers])
         own = np.maximum(self.latency(simulated, rows(kernels), device), SMALLEST)
         latency = np.where(covered, own, table.roofline_s)
-        # No tool is calibrated against measurements, so the interval is as wide as an uncalibrated
-        # roofline's.
+        # No tool is calibrated against measurements: the interval of an uncalibrated roofline.
         width = float(np.exp(UNCALIBRATED))
         return KernelPrediction(
             latency,
@@ -179,7 +178,7 @@ class AnsweringEstimator(ABC):
         )
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-        """Share of the kernels that the tool models, and reasons for the others, as notes."""
+        """Notes on the number of modelled kernels, and reasons for the others."""
         own = [kernel for kernel in kernels if kernel.takes_time]
         reasons = Counter(filter(None, self.reasons(own, device)))
         covered = len(own) - sum(reasons.values())
@@ -194,7 +193,7 @@ class AnsweringEstimator(ABC):
 
     @property
     def settings(self) -> dict[str, object]:
-        """Keywords that construct the same estimator again."""
+        """Keywords that construct the same estimator."""
         return dict(self.params)
 
     @classmethod
@@ -209,11 +208,11 @@ class AnsweringEstimator(ABC):
         return cls(**manifest.get("params", {}))
 
 
-#: Version of the drivers, part of a cached answer's key. Increase it when they change what they ask
-#: a tool, or how they read its answer.
+#: Version of the drivers, part of the key of cached answers. Increase it when requests to a tool or
+#: the interpretation of its replies change.
 ANSWER_VERSION = 1
 
-#: A request to a tool and its reply, as JSON objects; each tool documents its own keys.
+#: A request to a tool and its reply, as JSON objects; each tool documents its keys.
 Job = JsonObject
 Reply = JsonMapping
 
@@ -221,13 +220,12 @@ Reply = JsonMapping
 class SimulatorEstimator(AnsweringEstimator):
     """An estimator whose answers come from a third-party tool in a separate process.
 
-    Answers are kept in the user's cache folder, by kernel, device, parameters and version of the
-    tool.
+    Answers are cached in the user's cache folder, by kernel, device, parameters and tool version.
 
     Args:
-        limit_s: Seconds that the tool may take for one kernel.
+        limit_s: Time limit of one kernel in seconds.
         progress: Whether to show progress, if standard error is a terminal.
-        params: Parameters of the tool; part of an answer's key.
+        params: Parameters of the tool; part of the key of an answer.
     """
 
     #: Extra of ``pyproject.toml`` that installs the tool, and packages whose versions are part of
@@ -244,7 +242,7 @@ class SimulatorEstimator(AnsweringEstimator):
 
     @abstractmethod
     def check(self, device: DeviceSpec) -> None:
-        """Refuse a device that the tool cannot model.
+        """Reject a device that the tool cannot model.
 
         Raises:
             DeviceError: It cannot; the message lists what is missing.
@@ -252,7 +250,7 @@ class SimulatorEstimator(AnsweringEstimator):
 
     @abstractmethod
     def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
-        """Request to the tool about a kernel with its feature row, or why there can be none."""
+        """Request to the tool for a kernel with its feature row, or why there is none."""
 
     @abstractmethod
     def seconds(self, reply: Reply, job: Job) -> float:
@@ -261,8 +259,8 @@ class SimulatorEstimator(AnsweringEstimator):
     def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
         """Seconds of whole kernels from the seconds of their products, shape ``(n,)``.
 
-        ``max(product + vector work, memory traffic) + floor``, the last three as the roofline has
-        them: what a fusion does besides its product is not in the tools' models.
+        ``max(product + vector work, memory traffic) + floor``, the last three as in the roofline:
+        the tools do not model the other work of a fusion.
         """
         _, vector = compute_seconds(row, device)
         moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
@@ -286,11 +284,11 @@ class SimulatorEstimator(AnsweringEstimator):
             ) from None
 
     def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:
-        """The tool's answer about each kernel, from the cache or by running it.
+        """The tool's answer for each kernel, from the cache or by running it.
 
         Raises:
             ModelError: The tool is not installed.
-            DeviceError: It cannot model the device.
+            DeviceError: The tool cannot model the device.
         """
         tool_version = self.version
         self.check(device)
@@ -322,8 +320,7 @@ class SimulatorEstimator(AnsweringEstimator):
     def _keys(self, device: DeviceSpec, tool_version: str) -> Callable[[Kernel, Job], str]:
         described = json.dumps(asdict(device), sort_keys=True, default=str)
         params = json.dumps(self.params, sort_keys=True)
-        # Everything that an answer depends on; the whole description of the device, since a user's
-        # file may change any figure of it.
+        # Includes the whole description of the device, since a user's file may change any figure.
         fixed = (str(ANSWER_VERSION), self.name, tool_version, params, described)
         return lambda kernel, job: LoweringCache.key(
             *fixed,
@@ -332,7 +329,7 @@ class SimulatorEstimator(AnsweringEstimator):
         )
 
     def _remembered(self, key: str) -> bool:
-        """Whether an answer is known; a timeout under a shorter limit does not count as one."""
+        """Whether an answer is cached; a timeout under a shorter limit does not count."""
         if key in self._known:
             return True
         entry = self._cache.get(key)
@@ -351,7 +348,7 @@ class SimulatorEstimator(AnsweringEstimator):
                 answer, meta = Answer(0.0, str(reply.get("error", ""))), {}
                 if answer.covered:
                     answer = Answer(self.seconds(reply, job))
-                # Remembered with its limit, so that it is tried again only with a longer one.
+                # Stored with its limit, so that it is only retried with a longer one.
                 elif reply.get("hung"):
                     meta = {"hung_s": self.limit_s}
                 self._known[key] = answer
@@ -360,5 +357,5 @@ class SimulatorEstimator(AnsweringEstimator):
 
     @property
     def settings(self) -> dict[str, object]:
-        """Keywords that construct the same estimator again."""
+        """Keywords that construct the same estimator."""
         return {"limit_s": self.limit_s, **self.params}

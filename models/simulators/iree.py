@@ -1,4 +1,4 @@
-"""IREE as an estimator: kernels compiled by another compiler and run on this machine."""
+"""IREE as an estimator: kernels compiled by IREE and run on this machine."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from ...features.ir.program import Computation, Op, Program, TensorType
 from ...features.kernels.kernel import Kernel
 from .base import Job, Reply, SimulatorEstimator
 
-#: On the one thread that works, the processor's time is the wall time of an idle machine, and other
-#: jobs disturb it least.
+#: With a single working thread, processor time equals the wall time of an idle machine, and is
+#: disturbed least by other jobs.
 TIMER = "cpu_time"
-#: IREE's optimisation levels (``--iree-opt-level``).
+#: IREE's optimization levels (``--iree-opt-level``).
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
 class IreeEstimator(SimulatorEstimator):
     """Measured processor time of kernels under IREE, on one thread of this machine's CPU.
 
-    Each kernel's HLO is turned into StableHLO without layouts, compiled by IREE for the host and
-    run on inputs of ones. Kernels that have no such form (library calls, collectives, some copies)
-    take the roofline.
+    Each kernel's HLO is converted to StableHLO without layouts, compiled by IREE for the host and
+    run on inputs of ones. Kernels without that form (library calls, collectives, some copies) take
+    the roofline.
 
     Args:
-        opt: IREE's optimisation level.
-        repeats: Number of timings, of which the median is taken.
+        opt: IREE's optimization level.
+        repeats: Number of timings, whose median is used.
         time_s: Least seconds of each timing.
-        limit_s: Seconds that compiling and running a kernel may take.
+        limit_s: Time limit for compiling and running a kernel in seconds.
         progress: Whether to show progress.
     """
 
@@ -64,10 +64,10 @@ class IreeEstimator(SimulatorEstimator):
         super().__init__(limit_s, progress, opt=opt, repeats=repeats, time_s=time_s)
 
     def check(self, device: DeviceSpec) -> None:
-        """Refuse any device but this machine's CPU.
+        """Reject any device but this machine's CPU.
 
         Raises:
-            DeviceError: It is another one.
+            DeviceError: It is another device.
         """
         if device.platform != "cpu" or base_name(device.name) != local_device_name():
             raise DeviceError(
@@ -77,7 +77,7 @@ class IreeEstimator(SimulatorEstimator):
             )
 
     def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
-        """The kernel's text."""
+        """The text of the kernel."""
         if kernel.kind in ("collective", "control", "custom_call") or kernel.async_role:
             return f"cannot be run by itself ({kernel.kind})"
         return {"ir": kernel.ir, "timer": TIMER, **self.params}
@@ -91,7 +91,7 @@ class IreeEstimator(SimulatorEstimator):
         return answered
 
 
-#: IREE's names of HLO types; IREE's inputs have no sign, only a width.
+#: IREE's names of HLO types; its inputs have a width but no sign.
 _TYPES = {
     "pred": "i8",
     "s8": "i8",
@@ -107,7 +107,7 @@ _TYPES = {
     "f32": "f32",
     "f64": "f64",
 }
-#: Options of ``iree-compile``: code for all instructions of this very CPU, as XLA makes.
+#: Options of ``iree-compile``: code for all instructions of the host CPU, like XLA's.
 _COMPILE = (
     "--iree-input-type=stablehlo",
     "--iree-hal-target-backends=llvm-cpu",
@@ -119,19 +119,19 @@ def run(job: JsonObject) -> dict[str, float | str]:
     """Compile a kernel and time it.
 
     Args:
-        job: ``ir`` of the kernel, ``opt`` (IREE's optimisation level), ``repeats``, ``time_s`` of
-            each of them, and ``timer``: ``cpu_time`` or ``real_time``.
+        job: ``ir`` of the kernel, ``opt`` (IREE's optimization level), ``repeats``, ``time_s`` of
+            each repeat, and ``timer``: ``cpu_time`` or ``real_time``.
 
     Returns:
         ``seconds`` of one run, the median of the repeats; or an ``error``.
     """
     program = unfused(parse_hlo(job["ir"]))
-    # The converter drops copies, so that nothing would be timed.
+    # The converter drops copies, so that there would be nothing to time.
     if any(op.opcode == "copy" for op in program.entry_computation.ops):
         return {"error": "StableHLO has no copy"}
     inputs = [_input(op.type) for op in program.entry_computation.parameters]
     text = str(parse_module(hlo_to_stablehlo(print_hlo(program))))
-    # The converter leaves what StableHLO lacks in the MHLO dialect, which IREE cannot read.
+    # The converter leaves ops that StableHLO lacks in the MHLO dialect, which IREE cannot read.
     foreign = re.search(r"(?:= |\")mhlo\.(\w+)", text)
     if foreign:
         return {"error": f"StableHLO has no {foreign[1]}"}
@@ -150,8 +150,7 @@ def run(job: JsonObject) -> dict[str, float | str]:
             benchmark(),
             f"--module={module}",
             "--function=main",
-            # One thread, in the caller: kernels are compared by work, not by how a scheduler
-            # spreads it.
+            # One thread, in the caller: compares the work of kernels, not its scheduling.
             "--device=local-sync",
             "--benchmark_format=json",
             f"--benchmark_min_time={job['time_s']}s",
@@ -162,9 +161,9 @@ def run(job: JsonObject) -> dict[str, float | str]:
 
 
 def unfused(program: Program) -> Program:
-    """Make the computation that a kernel's fusion calls the module's entry.
+    """Make the computation that a kernel's fusion calls the entry of the module.
 
-    Bitcasts between layouts become reshapes: a program for another compiler has no layouts.
+    Bitcasts between layouts become reshapes, since a program for another compiler has no layouts.
     """
     op = program.entry_computation.root_op
     computations = {
@@ -207,7 +206,7 @@ def benchmark() -> str:
 def median_seconds(told: str, timer: str) -> float:
     """Median of the repeats in the JSON that ``iree-benchmark-module`` prints."""
     unit = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-    # Google Benchmark prints aggregates (mean, median, …) as further rows.
+    # Google Benchmark prints aggregates (mean, median, …) as additional rows.
     rows = [row for row in json.loads(told)["benchmarks"] if row["run_type"] == "iteration"]
     times = sorted(row[timer] * unit[row["time_unit"]] for row in rows)
     return float(times[len(times) // 2])

@@ -15,22 +15,21 @@ from ...features.kernels.kernel import Kernel
 from .arrays import arrays_of, passes, product_of, require_arrays, shared_cycles
 from .base import Job, Reply, SimulatorEstimator
 
-#: SCALE-Sim's names: what stays in the array (weights, outputs, inputs).
+#: SCALE-Sim's names of the stationary operand (weights, outputs, inputs).
 DATAFLOWS = ("ws", "os", "is")
 
 
 class ScaleSimEstimator(SimulatorEstimator):
     """Cycles of SCALE-Sim's systolic array for products and convolutions.
 
-    The simulator computes one fold; a product of ``F`` folds takes ``F`` times that, shared among
-    the device's arrays. Either operand may be the weights: the faster choice counts. Loading
-    weights is not overlapped with computing, so products with few rows come out too slow
+    The simulator computes one fold; a product of ``F`` folds takes ``F`` times that, distributed
+    over the device's arrays. Either operand may be the weights; the faster choice is used. Loading
+    weights does not overlap with computing, so products with few rows come out too slow
     (docs/fidelities.md).
 
     Args:
-        dataflow: What stays in the array: ``ws`` weights (as in a TPU), ``os`` outputs, ``is``
-            inputs.
-        limit_s: Seconds that the tool may take for one kernel.
+        dataflow: Stationary operand: ``ws`` weights (as in a TPU), ``os`` outputs, ``is`` inputs.
+        limit_s: Time limit of one kernel in seconds.
         progress: Whether to show progress.
     """
 
@@ -47,7 +46,7 @@ class ScaleSimEstimator(SimulatorEstimator):
         super().__init__(limit_s, progress, dataflow=dataflow)
 
     def check(self, device: DeviceSpec) -> None:
-        """Refuse a device without a systolic array.
+        """Reject a device without a systolic array.
 
         Raises:
             DeviceError: Its description lacks the arrays or the clock.
@@ -55,7 +54,7 @@ class ScaleSimEstimator(SimulatorEstimator):
         require_arrays(device, self.name)
 
     def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
-        """Sizes of the array and of the product; the tool tries either operand as the weights."""
+        """Sizes of the array and the product; the tool tries either operand as the weights."""
         product = product_of(kernel, row)
         if isinstance(product, str):
             return product
@@ -70,7 +69,7 @@ class ScaleSimEstimator(SimulatorEstimator):
 
     def seconds(self, reply: Reply, job: Job) -> float:
         """Seconds with the faster choice of weights."""
-        # With outputs in place, time runs over the sum: splitting it would leave partial sums in
+        # With stationary outputs the reduction streams: splitting it would leave partial sums in
         # several arrays.
         split = job["dataflow"] != "os"
         cycles = min(
@@ -85,8 +84,8 @@ class ScaleSimEstimator(SimulatorEstimator):
         return float(cycles * job["times"] * job["cycle_s"])
 
 
-#: Most steps in time that are simulated: beyond the fill of the array a fold's cycles grow by one a
-#: step, so longer dimensions are extrapolated exactly (checked in docs/fidelities.md).
+#: Most simulated time steps: after the array is filled, a fold's cycles grow by one per step, so
+#: longer dimensions are extrapolated exactly (checked in docs/fidelities.md).
 MAX_TIME = 64
 
 
@@ -99,9 +98,9 @@ def run(job: JsonObject) -> dict[str, list[dict[str, int]]]:
 
     Returns:
         ``ways``: for each choice of weights the ``folds`` of the product, the ``length`` of a fold
-        in time, and as ``overhead`` the cycles that a fold takes beyond that.
+        in time, and the ``overhead`` cycles of a fold beyond that.
     """
-    # Transposing a product swaps its operands; a square one has a single way.
+    # Transposing a product swaps its operands; a square one needs only one way.
     sizes = {(job["m"], job["n"]), (job["n"], job["m"])}
     return {"ways": [_fold(job, m, n) for m, n in sorted(sizes)]}
 
@@ -111,12 +110,12 @@ def _fold(job: JsonObject, m: int, n: int) -> dict[str, int]:
 
     dataflow, rows, columns = str(job["dataflow"]), int(job["rows"]), int(job["columns"])
     topology = topologies()
-    # As a convolution of m × k by 1 × k: how the simulator writes products itself.
+    # As a convolution of m × k by 1 × k, the simulator's own form of products.
     topology.append_topo_arrays("kernel", ["kernel", m, job["k"], 1, job["k"], 1, n, 1, 1, 1, 1])
     topology.num_layers, topology.topo_load_flag = 1, True
     topology.topo_calc_hyperparams()
     across, down, length = topology.calc_spatio_temporal_params(df=dataflow, layer_id=0)
-    # One fold: no larger than the array, and no longer than the extrapolation needs.
+    # One fold: no larger than the array, and no longer than needed for the extrapolation.
     own = min(across, rows), min(down, columns), min(length, MAX_TIME)
     cycles = compute_cycles(*own, rows, columns, dataflow)
     folds = -(-across // rows) * -(-down // columns)
@@ -126,11 +125,11 @@ def _fold(job: JsonObject, m: int, n: int) -> dict[str, int]:
 def compute_cycles(
     across: int, down: int, length: int, rows: int, columns: int, dataflow: str
 ) -> int:
-    """Cycles that the simulator's compute system takes.
+    """Cycles of the simulator's compute system.
 
     Args:
-        across: Size laid over the array's rows; a larger one is folded.
-        down: Size laid over its columns; a larger one is folded.
+        across: Size mapped to the array's rows; a larger one is folded.
+        down: Size mapped to its columns; a larger one is folded.
         length: Size that streams in time.
         rows: Rows of the array.
         columns: Columns of the array.
@@ -148,7 +147,7 @@ def compute_cycles(
         "os": ((across, length), (length, down), (across, down)),
         "is": ((down, across), (across, length), (down, length)),
     }[dataflow]
-    # Only the shapes count; the matrices hold addresses that nothing looks at.
+    # Only the shapes matter; the matrices would contain unused addresses.
     inputs, weights, outputs = (np.zeros(shape) for shape in shapes)
     name = f"systolic_compute_{dataflow}"
     system = getattr(import_module(f"scalesim.compute.{name}"), name)()

@@ -1,7 +1,7 @@
-"""Entry point of the process in which a tool runs: one JSON message a job, and one a reply.
+"""Entry point of a tool's process: one JSON message per job, and one per reply.
 
-Whatever the tool prints goes to standard error. The process may be killed at any time; it ends with
-its parent.
+The tool's output goes to standard error. The process may be killed at any time; it ends with its
+parent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...common.child_process import Channel
 def serve(tool: str) -> None:
     """Answer jobs with the function ``run`` of a module of this package until the input ends.
 
-    A reply is what ``run`` returns, or ``{"error": …}`` with the message of what it raised.
+    A reply is the result of ``run``, or ``{"error": …}`` with the message of its exception.
     """
     channel = Channel()
     module = import_module(f".{tool}", __package__)
@@ -31,7 +31,7 @@ def _answer(module: ModuleType, job: Mapping[str, object]) -> dict[str, object]:
         return dict(module.run(job))
     except Exception as error:  # tools raise many unrelated classes
         first = (str(error).strip().splitlines() or [""])[0]
-        # One line, cut to a length that fits a note of a prediction.
+        # One line, cut to the length of a note.
         return {"error": f"{type(error).__name__}: {first}"[:300]}
 
 

@@ -1,4 +1,4 @@
-"""ZigZag as an estimator, by the cost of the best mapping (Mei et al., IEEE TC 70(8), 2021)."""
+"""ZigZag as an estimator: cost of the best mapping (Mei et al., IEEE TC 70(8), 2021)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ZigZagEstimator(SimulatorEstimator):
     """Cycles of the best mapping that ZigZag finds on a TPU-like accelerator.
 
     The accelerator has the device's systolic arrays with stationary weights, its on-chip memory and
-    its main memory with its bandwidth. A convolution is its implicit GEMM; input elements that the
-    GEMM repeats get fewer bits, so that each counts once in memory traffic.
+    its main memory with its bandwidth. A convolution is its implicit GEMM; repeated input elements
+    get fewer bits, so that each counts once in memory traffic.
 
     Args:
         orders: Number of loops whose permutations are searched; time grows with its factorial.
-        limit_s: Seconds that the tool may take for one kernel.
+        limit_s: Time limit of one kernel in seconds.
         progress: Whether to show progress.
     """
 
@@ -43,7 +43,7 @@ class ZigZagEstimator(SimulatorEstimator):
         super().__init__(limit_s, progress, orders=orders)
 
     def check(self, device: DeviceSpec) -> None:
-        """Refuse a device without systolic arrays or on-chip memory.
+        """Reject a device without systolic arrays or on-chip memory.
 
         Raises:
             DeviceError: Its description lacks the arrays, the clock or a memory.
@@ -51,7 +51,7 @@ class ZigZagEstimator(SimulatorEstimator):
         require_arrays(device, self.name, memory=True)
 
     def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
-        """Description of the accelerator and of the product."""
+        """Description of the accelerator and the product."""
         product = product_of(kernel, row)
         if isinstance(product, str):
             return product
@@ -62,14 +62,14 @@ class ZigZagEstimator(SimulatorEstimator):
             "n": product.n,
             "k": product.k,
             "bits": product.bits,
-            # ZigZag counts in whole bits.
+            # ZigZag uses whole bits.
             "input_bits": max(round(product.bits * product.fold), 1),
             "rows": device.array_rows,
             "columns": device.array_columns,
             "arrays": arrays_of(device),
             "bits_per_cycle": max(floor(bits_per_cycle), 1),
-            # ZigZag's accelerator is one core, with all arrays of the device and the memories
-            # of all cores.
+            # ZigZag's accelerator is one core, with all arrays of the device and the memories of
+            # all cores.
             "on_chip_bits": int(device.shared_bytes_per_core * device.core_count * 8),
             "memory_bits": int(device.memory_bytes * 8),
             "orders": self.params["orders"],
@@ -89,16 +89,16 @@ def run(job: dict[str, object]) -> dict[str, float]:
     """Search a mapping, with either operand as the stationary weights.
 
     Args:
-        job: ``b m n k`` of the product, ``bits`` of its elements, ``input_bits`` of those of the
-            first operand where it streams, and the device as :func:`described` takes it;
-            ``orders`` limits the search to permutations of a number of loops.
+        job: ``b m n k`` of the product, ``bits`` of its elements, ``input_bits`` of the elements of
+            the first operand if it streams, and the device as for :func:`described`; ``orders``
+            limits the search to permutations of that number of loops.
 
     Returns:
-        ``cycles`` of the faster way round, with loading, stalls and writing back, and ``ideal``,
-        those of the arithmetic alone.
+        ``cycles`` of the faster choice, with loading, stalls and writing back, and ``ideal``, the
+        cycles of the arithmetic alone.
     """
-    # As the product of the transposes. What was the convolution's input is then the weights, which
-    # count with all their bits.
+    # As the product of the transposes: the convolution's input becomes the weights, which count
+    # with all their bits.
     turned = {**job, "m": job["n"], "n": job["m"], "input_bits": job["bits"]}
     ways = [job] if job["m"] == job["n"] else [job, turned]
     return min((_search(way) for way in ways), key=lambda reply: reply["cycles"])
@@ -137,7 +137,7 @@ def _search(job: JsonObject) -> dict[str, float]:
             workload=parts["workload"],
             accelerator=str(files["accelerator"]),
             mapping=str(files["mapping"]),
-            # LOMA orders loop prime factors; the limit bounds how many there are to permute.
+            # LOMA orders loop prime factors; this limits the number to permute.
             loma_lpf_limit=int(job["orders"]),
             loma_show_progress_bar=False,
             nb_mappings_generated=1,
@@ -149,12 +149,12 @@ def _search(job: JsonObject) -> dict[str, float]:
 
 
 def described(job: JsonMapping) -> JsonObject:
-    """The ``accelerator``, its ``mapping`` and the ``workload`` in ZigZag's own terms.
+    """The ``accelerator``, its ``mapping`` and the ``workload`` in ZigZag's format.
 
     Args:
-        job: Of the product ``b m n k``, ``bits`` and ``input_bits``; of the device ``rows``,
-            ``columns``, ``arrays``, ``on_chip_bits`` and ``memory_bits`` of the memories, and
-            ``bits_per_cycle`` of main memory.
+        job: ``b m n k``, ``bits`` and ``input_bits`` of the product; ``rows``, ``columns``,
+            ``arrays``, ``on_chip_bits`` and ``memory_bits``, and ``bits_per_cycle`` of main memory,
+            of the device.
     """
     # Loops of size 1 are left out of a batch.
     batch = job["b"] > 1

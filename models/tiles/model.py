@@ -1,4 +1,4 @@
-"""The model of kernels with tile configurations: times, intervals, and the order of candidates."""
+"""Model of kernels with tile configurations: times, intervals, and ranking of candidates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from .rows import TileRows, keys_of
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: Trees and depth of the model of known devices and of that of others, where fewer and shallower
-#: ones carry further; and least rows of a leaf.
+#: Trees and depth of the models of known and of unseen devices, where fewer and shallower trees
+#: transfer better; and least rows in a leaf.
 _KNOWN, _GENERAL, _LEAF = (300, 6), (150, 5), 3
-#: Folds of problems, for errors of shapes that were not learned from.
+#: Folds over problems, for errors on unseen shapes.
 FOLDS = 5
-
-#: Ends before any calibration.
+#: Bounds without any calibration.
 UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 
 
@@ -35,8 +34,8 @@ class TileAnswer(NamedTuple):
 
     Attributes:
         seconds: Estimates.
-        lo: Lower ends.
-        hi: Upper ends.
+        lo: Lower bounds.
+        hi: Upper bounds.
         scope: ``known``, or ``unseen`` for devices without measured rows of the op.
     """
 
@@ -48,17 +47,17 @@ class TileAnswer(NamedTuple):
 
 @dataclass
 class TileModel(JsonModel):
-    """What measured configurations teach.
+    """Learned times of kernels with tile configurations.
 
     Attributes:
         names: Ops and implementations.
         keys: Keys of configurations.
         pairs: ``device|op`` with measured rows.
-        trees: Of known devices, and of others.
-        ends: Ends of intervals as logarithms, by device for known ones; ``""`` for others.
-        offsets: Log-ratios of measured to least time by op, implementation and kind of device
-            (``op|implementation|platform``), which the trees of other devices start from.
-        provenance: What it was learned from.
+        trees: Trees of known devices, and of others.
+        ends: Interval bounds as logarithms, by device for known ones; ``""`` for others.
+        offsets: Log-ratios of measured to least time by op, implementation and platform
+            (``op|implementation|platform``), the base of the trees for other devices.
+        provenance: Description of the training data.
     """
 
     form, what = 2, "tiles"
@@ -86,7 +85,7 @@ class TileModel(JsonModel):
             _offset(rows, self.offsets)
             + self.trees[1].predict(rows.general(self.names, self.keys)),
         )
-        # No kernel beats its chip, whatever the trees predict.
+        # No kernel is faster than its chip's physical limit.
         seconds = np.maximum(rows.base_s * np.exp(log), rows.ceiling_s)
         keys = np.where(known, rows.device, "")
         own = np.array([self.ends.of((key, ""), UNKNOWN) for key in keys]).reshape(-1, 2)
@@ -98,7 +97,7 @@ class TileModel(JsonModel):
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
         return {
             "names": self.names,
             "keys": self.keys,
@@ -127,11 +126,11 @@ class TileModel(JsonModel):
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Logarithms of measured over predicted time of rows that were not learned from.
+    """Logarithms of measured over predicted time of held-out rows.
 
     Attributes:
-        shapes: By a model that lacks the row's problem, on any device.
-        devices: By a model that lacks the row's device.
+        shapes: By a model fitted without the row's problem on any device.
+        devices: By a model fitted without the row's device.
     """
 
     shapes: np.ndarray
@@ -139,12 +138,12 @@ class LeftOut:
 
 
 def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileModel, LeftOut]:
-    """Learn times; errors of problems and devices left out in turn give the intervals.
+    """Learn times, with intervals from problems and devices held out in turn.
 
     Args:
-        rows: Measured rows, of two devices or more.
-        seconds: Their times.
-        seed: Of the folds and of the trees' draws.
+        rows: Measured rows, of at least two devices.
+        seconds: Measured times.
+        seed: Seed of the folds and of the trees' draws.
 
     Raises:
         ModelError: All rows come from one device.
@@ -155,7 +154,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
         raise ModelError("tiles of one device alone do not predict others", where=devices[0])
     target = np.log(seconds / rows.base_s)
     own, general = rows.known(names, keys, devices), rows.general(names, keys)
-    # A problem's rows on all devices are in one fold: its shape is new to all of them.
+    # A problem's rows on all devices are in one fold, so that its shape is unseen.
     problems = np.array([str(s).split("|", 1)[1] for s in rows.subject])
     _, problem = np.unique(problems, return_inverse=True)
     fold = default_rng(seed).permutation(problem.max() + 1)[problem] % FOLDS
@@ -168,7 +167,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
         start, trees = _grow_general(rows, general, target, ~out & carries, seed)
         others[out] = (target - _offset(rows, start) - applied(trees, general))[out]
     intervals = Calibrator[str]().pool(shapes, rows.device, least=1)
-    # Over all devices together: few were measured, and each with different ops.
+    # Pooled over devices: few were measured, each with different ops.
     intervals.pool(others[carries], [""] * int(carries.sum()), least=1)
     every = np.ones(len(rows), bool)
     offsets, trees = _grow_general(rows, general, target, carries, seed)
@@ -190,9 +189,10 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
 def _grow_general(
     rows: TileRows, features: np.ndarray, target: np.ndarray, some: np.ndarray, seed: int
 ) -> tuple[dict[str, float], Booster]:
-    """Learn what carries over: offsets of implementations, and trees on what they leave.
+    """Learn what transfers: offsets of implementations, and trees on the residuals.
 
-    An offset is the mean over devices of one kind, so that the one with most rows does not decide.
+    An offset is the mean over devices of a platform, so that the one with most rows does not
+    dominate.
     """
     found: dict[str, dict[str, float]] = {}
     rest = target.copy()
@@ -208,7 +208,7 @@ def _grow_general(
 
 
 def _offset(rows: TileRows, offsets: dict[str, float]) -> np.ndarray:
-    """Offset of each row, taken from other kinds of device where its own has none, ``(n,)``."""
+    """Offset of each row, from other platforms if its own has none, shape ``(n,)``."""
     by_label: dict[str, list[float]] = {}
     for key, value in offsets.items():
         by_label.setdefault(key.rsplit("|", 1)[0], []).append(value)
@@ -239,13 +239,13 @@ def _grow(
 
 @dataclass(frozen=True)
 class Ranking:
-    """How well candidates of the same problem were ranked.
+    """Quality of the ranking of candidates for the same problem.
 
     Attributes:
-        groups: Problems with two candidates or more.
-        top: Share of them whose first choice is within 5 % of the best.
+        groups: Problems with at least two candidates.
+        top: Fraction of them whose first choice is within 5 % of the best.
         loss: Mean time of the first choice over the best, minus 1.
-        kendall: Mean Kendall's τ of problems with three candidates or more.
+        kendall: Mean Kendall's τ of problems with at least three candidates.
     """
 
     groups: int
@@ -255,9 +255,9 @@ class Ranking:
 
 
 def ranking(rows: TileRows, predicted: np.ndarray, seconds: np.ndarray) -> Ranking:
-    """Judge the order of candidates by problem.
+    """Evaluate the ranking of candidates by problem.
 
-    A candidate that was measured in several versions of its library counts once, with its fastest.
+    A candidate measured in several versions of its library counts once, with its fastest time.
 
     Args:
         rows: The candidates.

@@ -1,4 +1,4 @@
-"""Rows of the table of tile configurations as physics and features."""
+"""Rows of the table of tile configurations, with physical estimates and features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...common.errors import DatasetError
 from ...features.devices.catalogue import find_device
 from ...features.operators.columns import texts_of
 
-#: Columns that a row needs.
+#: Required columns.
 NEEDED = ("device", "op", "implementation", "args")
 #: Sizes whose logarithms are features, and flags.
 SIZES = (
@@ -24,39 +24,39 @@ SIZES = (
 FLAGS = ("causal", "masked", "biased", "residuals")
 #: An array in the arguments, such as ``"bf16[1,128,4,32]"``.
 _ARRAY = re.compile(r'"([a-z]+\d*\w*)\[([\d,]*)\]"')
-#: Work of a backward pass over that of the forward one: five products for two in attention
-#: (Dao, FlashAttention-2, 2023, section 3.1), and three for one elsewhere, with recomputation.
+#: Ratio of backward to forward work: five products to two in attention (Dao, FlashAttention-2,
+#: 2023, section 3.1), and three to one elsewhere, with recomputation.
 _BACKWARD_ATTENTION, _BACKWARD = 2.5, 3.0
 #: Vector operations of an exponential with its range reduction; engineering estimate.
 _EXPONENTIAL = 10.0
-#: Passes over the scores in main memory by attention that is not fused: written and read twice.
+#: Passes over the scores in main memory by unfused attention: written and read twice.
 _SCORE_PASSES = 4.0
-#: Shortest kernel, in seconds; engineering estimate, as of ``launch_floor_us``.
+#: Shortest kernel, in seconds; engineering estimate, as for ``launch_floor_us``.
 _FLOOR_S = 2e-6
-#: Rows that a tensor core's instruction multiplies at least, of chips without a systolic array.
+#: Least rows of a tensor core instruction, for chips without a systolic array.
 _MMA_ROWS = 16.0
-#: Implementations of attention that write scores to memory and compute what a mask hides: XLA's
-#: own, by chunks of queries or whole, takes 13 to 16 bytes of the bandwidth a score on TPU v5p and
-#: v6e, with a causal mask as without one (kernel pack, ``tpu`` table).
+#: Implementations of attention that write scores to memory and compute masked ones: XLA's, by
+#: chunks of queries or whole, takes 13 to 16 bytes of bandwidth per score on TPU v5p and v6e, with
+#: or without a causal mask (kernel pack, ``tpu`` table).
 _UNFUSED = ("xla", "xla_chunked", "jax_nn")
-#: Smallest share whose logarithm is a feature.
+#: Added to shares before their logarithm becomes a feature.
 _LEAST = 1e-4
 
 
 @dataclass
 class TileRows:
-    """``n`` rows.
+    """``n`` rows of kernels with tile configurations.
 
     Attributes:
         device: Canonical name of each row's device, object.
-        subject: Text that equal problems on equal devices share: device, op and arguments, object.
+        subject: Text shared by equal problems on equal devices: device, op and arguments, object.
         base_s: Least time by peak, bandwidth and vector unit plus the floor, shape ``(n,)``.
-        ceiling_s: Least time by peak and bandwidth alone: what no kernel on this chip beats.
+        ceiling_s: Physical lower limit by peak and bandwidth alone.
         names: ``op`` and ``implementation``, object, shape ``(n, 2)``.
-        ratios: How the kernel lies on its device, shape ``(n, d)``; nothing names the device.
+        ratios: Ratios to the device's limits, shape ``(n, d)``, independent of its identity.
         sizes: Logarithms of least times, of FLOPs per byte and of sizes, shape ``(n, d)``.
         config: Configurations by key.
-        platform: Kind of each row's device, object.
+        platform: Platform of each row's device, object.
     """
 
     device: np.ndarray
@@ -85,7 +85,7 @@ class TileRows:
         return np.array([f"{op}|{made}" for op, made in self.names], object)
 
     def general(self, names: list[str], keys: list[str]) -> np.ndarray:
-        """Features that carry over to other devices, including configurations, float32."""
+        """Features that transfer to other devices, including configurations, float32."""
         config = np.array([[_figure(c, key) for key in keys] for c in self.config]).reshape(
             len(self), len(keys)
         )
@@ -93,7 +93,7 @@ class TileRows:
         return np.concatenate(parts, axis=1).astype(np.float32)
 
     def known(self, names: list[str], keys: list[str], devices: list[str]) -> np.ndarray:
-        """All features: also sizes and flags of known devices."""
+        """All features, including sizes and flags of known devices."""
         on = np.stack([self.device == d for d in devices], axis=1)
         parts = [self.general(names, keys), self.sizes, on]
         return np.concatenate(parts, axis=1).astype(np.float32)
@@ -106,8 +106,8 @@ def tile_rows(table: pd.DataFrame) -> TileRows:
     """Read rows of kernels with tile configurations.
 
     Args:
-        table: :data:`NEEDED`, ``config`` (JSON; none of it for an implementation without tiles),
-            :data:`SIZES` and :data:`FLAGS`, missing where an op has no such size.
+        table: :data:`NEEDED`, ``config`` (JSON; empty for an implementation without tiles),
+            :data:`SIZES` and :data:`FLAGS`, missing if an op lacks the size.
 
     Raises:
         DatasetError: A column is missing, or a configuration is not a JSON object.
@@ -122,7 +122,7 @@ def tile_rows(table: pd.DataFrame) -> TileRows:
     op, made = texts_of(table["op"]).astype(str), texts_of(table["implementation"]).astype(str)
     attention = np.char.startswith(op, "attention")
     backward = np.char.endswith(op, "_vjp")
-    # Only fused kernels skip what a causal mask hides.
+    # Only fused kernels skip masked scores.
     skips = (size["causal"] > 0) & ~np.isin(made, _UNFUSED)
     causal = np.where(skips, 0.5, 1.0)
     scores = np.nan_to_num(size["batch"] * size["q_heads"] * size["q_len"] * size["kv_len"])
@@ -141,7 +141,7 @@ def tile_rows(table: pd.DataFrame) -> TileRows:
     ]
     peak, bandwidth, vector, height = np.array(figures, float).reshape(-1, 4).T
     tpu = np.array([s.platform == "tpu" for s in spec], float)
-    # Products fill as many rows of a systolic array as they reduce over, and no more.
+    # Products fill only as many rows of a systolic array as they reduce over.
     depth = np.where(attention, size["head_dim"], size["k"])
     filled = np.minimum(1.0, np.nan_to_num(depth, nan=np.inf) / height)
     compute, memory = flops / peak / filled, moved / bandwidth
@@ -181,7 +181,7 @@ def _numbers(table: pd.DataFrame, column: str) -> np.ndarray:
 
 
 def _bytes(args: str) -> float:
-    """Bytes of the arrays in the arguments; outputs are as large or far smaller."""
+    """Bytes of the arrays in the arguments; outputs are of equal size or far smaller."""
     total = 0.0
     for dtype, sides in _ARRAY.findall(args):
         digits = re.search(r"\d+", dtype)
@@ -209,7 +209,7 @@ def _configs(table: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def _figure(config: dict[str, object], key: str) -> float:
-    """A setting as a number: the base-2 logarithm of sizes, -1 for null, -2 where there is none."""
+    """A setting as a number: binary logarithm of sizes, -1 for null, -2 if missing."""
     if key not in config:
         return -2.0
     value = config[key]
@@ -219,7 +219,7 @@ def _figure(config: dict[str, object], key: str) -> float:
         return float(value)
     if isinstance(value, int | float):
         return float(np.log2(max(float(value), 0.0) + 1.0))
-    # Names of layouts: any number that equal names share.
+    # Names of layouts: any number that is the same for equal names.
     return float(sum(str(value).encode()) % 97)
 
 

@@ -1,7 +1,7 @@
-"""Logs runs to MLflow: one local store, one run a training, whole model folders as artifacts.
+"""Logs runs to MLflow: one local store, one run per training, whole model folders as artifacts.
 
-The store is an SQLite file in ``mlruns/`` with artifacts beside it, since MLflow needs a database
-(its plain file store is gone). MLflow is imported only in the commands that track.
+The store is an SQLite file in ``mlruns/`` with artifacts next to it, since MLflow requires a
+database. MLflow is imported only in commands that track.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ...common.types import JsonObject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Name of the one MLflow experiment that holds all runs.
+#: Name of the MLflow experiment for all runs.
 EXPERIMENT = "opcast"
-#: What names of metrics must not hold (mlflow.utils.validation).
+#: Characters that names of metrics must not have (mlflow.utils.validation).
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
-#: Seconds that SQLite waits for a lock that another process holds on the store.
+#: Seconds that SQLite waits for another process's lock on the store.
 WAIT_S = 60
 
 
@@ -54,7 +54,7 @@ class RunLog:
         figures: Figures by file name, without suffix.
         model_dir: Saved model folder.
         tags: Free labels.
-        datasets: Hash by folder of the data that it learned from.
+        datasets: Hash by folder of the training data.
         predictions: Rows of :func:`~opcast.models.tracking.mlflow_store.tidy`, for accuracy pages.
     """
 
@@ -88,7 +88,7 @@ def log_run(run: RunLog, *, register: str | None = None, root: Path | None = Non
         root: Folder of the store.
 
     Returns:
-        The run's id.
+        Id of the run.
 
     Raises:
         ModelError: MLflow is not installed, the store cannot be written, or ``register`` is given
@@ -109,7 +109,7 @@ def log_run(run: RunLog, *, register: str | None = None, root: Path | None = Non
 
 @contextmanager
 def parent_run(name: str, root: Path | None = None) -> Iterator[ParentRun]:
-    """A run that has others below it, such as the trials of a search.
+    """A run with child runs, such as the trials of a search.
 
     Args:
         name: Name of the run.
@@ -129,31 +129,31 @@ class ParentRun:
 
     Attributes:
         mlflow: The module, connected to the store.
-        run_id: The run's id.
+        run_id: Id of the run.
     """
 
     mlflow: Any
     run_id: str
 
     def log(self, run: RunLog) -> None:
-        """Log to the run itself."""
+        """Log to this run."""
         _log(self.mlflow, run)
 
     def log_child(self, run: RunLog) -> str:
-        """Log a run below it; returns that run's id."""
+        """Log a child run; returns its id."""
         with self.mlflow.start_run(run_name=run.name, nested=True, tags=dict(run.tags)) as active:
             _log(self.mlflow, run)
             return str(active.info.run_id)
 
 
 def serve_ui(port: int, tell: Callable[[str], None]) -> int:
-    """Open MLflow's own server on the store; returns its exit status.
+    """Run MLflow's server on the store; returns its exit status.
 
-    Its workers end with it, however this process is asked to end.
+    Its workers end with it, however this process is terminated.
 
     Args:
         port: Port on localhost.
-        tell: Told the address of the experiment.
+        tell: Receives a message with the address of the experiment.
     """
     mlflow = connect(None)
     own = mlflow.get_experiment_by_name(EXPERIMENT).experiment_id
@@ -180,13 +180,13 @@ def _end_group(server: subprocess.Popen[bytes]) -> None:
         os.killpg(server.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(timeout=5)
-    # Workers that are still there after their server.
+    # Workers that outlive their server.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
 
 
 def _log(mlflow: Any, run: RunLog) -> None:
-    """Log what a run holds to the active run."""
+    """Log the contents of a run to the active run."""
     mlflow.set_tag("opcast_version", __version__)
     data = {"data": ",".join(Path(folder).name for folder in run.datasets)} if run.datasets else {}
     params = {**data, **run.params}
@@ -201,7 +201,7 @@ def _log(mlflow: Any, run: RunLog) -> None:
     if run.predictions is not None:
         log_predictions(mlflow, run.predictions)
     if run.model_dir is not None:
-        # The command that logs a model has loaded what predicts with it; others need none of it.
+        # Imported here: a command that logs a model has already loaded what this needs.
         from .pyfunc import description
 
         mlflow.log_artifacts(str(run.model_dir), "model")
@@ -209,11 +209,11 @@ def _log(mlflow: Any, run: RunLog) -> None:
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Name metrics so that MLflow, which sorts them, shows the metrics of the whole first.
+    """Rename metrics so that MLflow, which sorts them, shows overall metrics first.
 
-    Metrics of parts (``kind:gemm/mape``) become ``parts/…``, a separate section below. Metrics
-    that are not numbers are left out. Characters that MLflow's names must not have, such as the
-    ``~`` of a machine that was measured, become ``_``.
+    Metrics of parts (``kind:gemm/mape``) become ``parts/…``, a separate section below. NaN metrics
+    are left out. Characters that MLflow does not allow in names, such as the ``~`` of a measured
+    machine, become ``_``.
     """
     plain = {_NOT_IN_NAMES.sub("_", name): value for name, value in metrics.items()}
     return {
@@ -224,13 +224,13 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _log_datasets(mlflow: Any, datasets: Mapping[str, str]) -> None:
-    """Log where the data came from and what it was, without a copy of it."""
+    """Log origin and digest of the data, without a copy."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     inputs = []
     for folder, digest in datasets.items():
         path = Path(folder).absolute()
-        # MLflow takes digests of at most 36 characters.
+        # MLflow accepts digests of at most 36 characters.
         source = json.dumps({"uri": str(path)})
         data = Dataset(name=path.name, digest=digest[:36], source_type="local", source=source)
         inputs.append(DatasetInput(data, [InputTag("mlflow.data.context", "training")]))
@@ -238,7 +238,7 @@ def _log_datasets(mlflow: Any, datasets: Mapping[str, str]) -> None:
 
 
 def _distinct(mlflow: Any, name: str) -> str:
-    """A name that no run has yet: a number is appended."""
+    """An unused run name, with a number appended if necessary."""
     quoted = name.replace("'", "")
     found = mlflow.search_runs(
         experiment_names=[EXPERIMENT],
@@ -253,7 +253,7 @@ def _distinct(mlflow: Any, name: str) -> str:
 
 
 def connect(root: Path | None) -> Any:
-    """MLflow, connected to the store, which is made if it is not there.
+    """Connect MLflow to the store, which is created if missing.
 
     Raises:
         ModelError: MLflow is not installed.
@@ -265,12 +265,11 @@ def connect(root: Path | None) -> Any:
             "MLflow is not installed", hint=f"{extra_hint('track')}, or pass --no-track"
         ) from None
     base = root or store_dir()
-    # MLflow shows progress bars and logs migrations of its database, which no user of a command
-    # asked for.
+    # Silence MLflow's progress bars and the logs of its database migrations.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    # One process at a time makes the tables and the experiment; MLflow itself does not wait.
+    # One process at a time creates the tables and the experiment; MLflow itself does not lock.
     with _explained(base):
         base.mkdir(parents=True, exist_ok=True)
         with locked(base / "opcast.lock"):
@@ -284,7 +283,7 @@ def connect(root: Path | None) -> Any:
 
 @contextmanager
 def _explained(base: Path) -> Iterator[None]:
-    """Turn errors of the store and its database into one that states what to do.
+    """Convert errors of the store and its database into one with a hint.
 
     Raises:
         ModelError: The store cannot be read or written.
@@ -314,11 +313,11 @@ def _register(mlflow: Any, run_id: str, name: str) -> None:
     client.create_model_version(name, source=source, run_id=run_id)
 
 
-#: Artifact of a run, and the tag with its number of rows before the cap.
+#: Artifact of a run with its predictions, and the tag with their number before sampling.
 FILE, ROWS_TAG = "predictions.parquet", "predictions_rows"
 
 
-#: Columns of the predictions that a run keeps.
+#: Columns of the stored predictions.
 COLUMNS = (
     "level",
     "kind",
@@ -332,13 +331,13 @@ COLUMNS = (
 )
 
 
-#: Most rows of predictions that a run keeps; larger tables are sampled with a fixed seed, so that
-#: the artifacts of a run stay small.
+#: Most stored predictions of a run; larger tables are sampled with a fixed seed, so that the
+#: artifacts of a run stay small.
 MOST_ROWS = 20_000
 
 
 def tidy(frame: pd.DataFrame, split: str = "", level: str = "kernel") -> pd.DataFrame:
-    """Predictions in the columns of :data:`COLUMNS`.
+    """Reduce predictions to the columns of :data:`COLUMNS`.
 
     Args:
         frame: At least ``kind`` (or ``key``), ``device``, ``measured_us``, ``predicted_us``,
@@ -365,10 +364,10 @@ def capped(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def log_predictions(mlflow: Any, frame: pd.DataFrame) -> None:
-    """Log :func:`tidy`'s frame to the active run."""
+    """Log the frame of :func:`tidy` to the active run."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / FILE
-        # Single precision and categories keep the artifact small; pages show three digits at most.
+        # Single precision and categories keep the artifact small; pages show at most three digits.
         small = capped(frame).astype(
             {name: "float32" for name in COLUMNS if name.endswith("_us")}
             | dict.fromkeys(("level", "kind", "device", "split"), "category")

@@ -1,6 +1,6 @@
 """Plots of an evaluation: parity, error by kind, error by size, interval calibration.
 
-The functions take a frame with one row a sample and the columns ``kind``, ``measured_us``,
+The functions take a frame with one row per sample and the columns ``kind``, ``measured_us``,
 ``predicted_us``, ``lo_us`` and ``hi_us``.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Bins of measured latency.
 _BINS = 12
-#: Panels side by side in the plot of a calibration.
+#: Panels per row in the plot of a calibration.
 _PANELS = 4
 #: Nominal coverage of the intervals, as ``COVERAGE`` in :mod:`opcast.models.trust.calibrator`.
 NOMINAL = 0.9
@@ -78,7 +78,7 @@ def error_by_size(frame: pd.DataFrame, title: str) -> Figure:
 
 
 def interval_calibration(frame: pd.DataFrame, title: str) -> Figure:
-    """Share of samples inside the interval as it is widened or narrowed in log space.
+    """Fraction of samples inside the interval, as it is widened or narrowed in log space.
 
     The abscissa is the factor on the half-width; the curve crosses 1 at the actual coverage.
     """
@@ -113,7 +113,7 @@ def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def calibration_plot(curves: Sequence[Curve]) -> Figure:
-    """Error against number of samples on a device, chosen and random, one panel a family."""
+    """Error against number of samples on a device, chosen and random, one panel per family."""
     from matplotlib.figure import Figure
 
     across = min(len(curves), _PANELS)
@@ -136,6 +136,6 @@ def calibration_plot(curves: Sequence[Curve]) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure; the suffix of the file chooses the format."""
+    """Write a figure; the file suffix selects the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

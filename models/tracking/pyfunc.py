@@ -1,9 +1,9 @@
-"""Registered models as MLflow's Python functions: ``mlflow.pyfunc.load_model`` finds this module.
+"""Registered models as MLflow Python functions: ``mlflow.pyfunc.load_model`` loads this module.
 
 A model of kernels takes rows of ``kernel_ir`` (one-instruction HLO modules, the column of datasets)
-and ``device``, one of library operators rows of ``op`` (as ``opcast predict --op`` takes it) and
-``device``. The answer has a row for each: microseconds with their 90 % interval, and whether the
-model has learned from such rows.
+and ``device``; a model of library operators takes rows of ``op`` (in the format of ``opcast predict
+--op``) and ``device``. The result has one row each: microseconds with their 90 % interval, and
+whether the row is in the training domain.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class TrackedModel:
 
     @property
     def text(self) -> str:
-        """The column that holds what is predicted."""
+        """The column with the text of kernels or operators."""
         return _OP if isinstance(self.model, OpModel) else _KERNEL
 
     def predict(self, model_input: pd.DataFrame, params: object = None) -> pd.DataFrame:
-        """Predict rows; MLflow gives the parameters their names.
+        """Predict rows; the parameters have MLflow's names.
 
         Args:
             model_input: Columns :attr:`text` and ``device``, shape ``(n, 2)``.
-            params: None are known.
+            params: Must be empty.
 
         Returns:
             ``latency_us``, ``lo_us``, ``hi_us`` and ``in_domain``, shape ``(n, 4)``.
@@ -79,7 +79,7 @@ class TrackedModel:
         model = self.model
         device = model.devices[name] if name in model.devices else find_device(name)
         if isinstance(model, OpModel):
-            # Rows name their device, so the model must know its description.
+            # Rows only name their device, so the model needs its description.
             model.devices.setdefault(device.name, device)
             rows = pd.DataFrame([_read(parse_op, i, text) for i, text in texts.items()])
             ops = model.predict(rows.assign(device=device.name))
@@ -102,8 +102,8 @@ def _read(read: Callable[[str], Row], place: object, text: str) -> Row:
 def description(folder: Path) -> str:
     """Content of MLflow's file ``MLmodel`` for a model folder: this module, and the columns.
 
-    Written by hand from MLflow's documentation ("MLmodel file"): its classes for that import
-    everything that MLflow has.
+    Written according to MLflow's documentation ("MLmodel file"), since importing its classes would
+    import all of MLflow.
     """
     import yaml
 
@@ -124,5 +124,5 @@ def _columns(types: Mapping[str, str]) -> str:
 
 
 def _load_pyfunc(path: str) -> TrackedModel:
-    """MLflow's hook: read the model of a folder of artifacts."""
+    """MLflow's hook: load the model from a folder of artifacts."""
     return TrackedModel(Path(path))

@@ -1,4 +1,4 @@
-"""Reads tracked runs: tables of them, what differs, and the predictions that they keep."""
+"""Reads tracked runs: tables of them, their differences, and their stored predictions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .mlflow_store import COLUMNS, EXPERIMENT, FILE, ROWS_TAG, connect, store_di
 
 #: Metrics that ``opcast compare`` prints, if a run has them.
 COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
-#: Column of a table of runs that holds the id of the parent run (MLflow's tag for nested runs).
+#: Column of a table of runs with the id of the parent run (MLflow's tag for nested runs).
 PARENT = "tags.mlflow.parentRunId"
 #: Table of figures by group, which a training logs together with the label noise.
 _METRICS = "tables/metrics.csv"
-#: Most runs that are read of several.
+#: Most runs to read for an experiment.
 _MOST = 8
 
 
@@ -40,10 +40,9 @@ def runs(root: Path | None = None) -> pd.DataFrame:
 
 
 def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
-    """Runs side by side: model, split, names of the data, and the metrics of the split.
+    """Compare runs: model, split, names of the data, and the metrics of the split.
 
-    Runs below another one, such as the trials of a search, are left out. What a run lacks is
-    missing in its row.
+    Child runs, such as the trials of a search, are left out. Missing values are missing in a row.
     """
     table = runs(root)
     if PARENT in table:
@@ -60,14 +59,13 @@ def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
 
 
 def differences(names: Sequence[str]) -> pd.DataFrame:
-    """What differs between some runs: parameters, data and version, then the metrics of the whole.
+    """Differences between runs: parameters, data and version, then the overall metrics.
 
     Args:
-        names: Of runs, or their ids or what these begin with; of several runs of one name the
-            newest.
+        names: Names of runs (the newest of each), or ids or prefixes of ids.
 
     Returns:
-        ``what``, and a column of texts for each run; empty where a run has no such parameter.
+        ``what``, and a column of texts per run; empty where a run lacks the parameter.
 
     Raises:
         ModelError: There is no store, or no such run.
@@ -83,7 +81,7 @@ def differences(names: Sequence[str]) -> pd.DataFrame:
                 shown[name] = values
         elif kind == "metrics" and "/" not in name and any(values):
             shown[name] = [f"{float(v):.4g}" if v else "" for v in values]
-    # Parameters first; metrics in the order in which they matter, then the others.
+    # Parameters first; then the compared metrics in order, then the others.
     first = [name for name in shown if f"metrics.{name}" not in table]
     order = [*sorted(first), *(m for m in COMPARED if m in shown)]
     order += [name for name in shown if name not in order]
@@ -93,13 +91,13 @@ def differences(names: Sequence[str]) -> pd.DataFrame:
 
 
 def find_run(table: pd.DataFrame, wanted: str, or_else: str = "") -> pd.DataFrame:
-    """The row of a run by its id, by its name (the newest of that name), or by how its id begins.
+    """The row of a run by its id, its name (the newest), or a prefix of its id.
 
     Raises:
         ModelError: There is no such run; the message lists the newest.
     """
     ids, names = table["run_id"].astype(str), table["tags.mlflow.runName"].astype(str)
-    # Six hexadecimal digits are enough to tell runs apart; fewer might rather be a mistyped name.
+    # Six hexadecimal digits identify a run; fewer are more likely a mistyped name.
     begins = ids.str.startswith(wanted) & (len(wanted) >= 6)
     for rows in (ids == wanted, names == wanted, begins):
         if rows.any():
@@ -113,14 +111,14 @@ class TrackedRun:
     """A run with its predictions.
 
     Attributes:
-        run_id: Its id.
-        name: Its name.
+        run_id: Id of the run.
+        name: Name of the run.
         when: Its start, ``YYYY-MM-DD hh:mm``, UTC.
-        params: As logged.
+        params: Parameters as logged.
         predictions: Columns :data:`COLUMNS`.
-        rows: Rows before the cap.
+        rows: Number of predictions before sampling.
         noise: Median difference of repeated measurements by group (``all``, ``kind=…``,
-            ``device=…``), as a share; empty if there were none.
+            ``device=…``), as a fraction; empty if there were none.
     """
 
     run_id: str
@@ -136,12 +134,12 @@ def read_runs(wanted: str, root: Path | None = None) -> list[TrackedRun]:
     """Runs with predictions, newest first.
 
     Args:
-        wanted: Id of a run or its beginning, its name (the newest of that name), or the name of the
-            experiment for its newest runs; a run that has others below it stands for them.
+        wanted: Id of a run or its prefix, its name (the newest), or the name of the experiment for
+            its newest runs; a run with child runs stands for these.
         root: Folder of the MLflow store.
 
     Raises:
-        ModelError: There is no store, no such run, or it keeps no predictions.
+        ModelError: There is no store, no such run, or it has no predictions.
     """
     table = runs(root)
     chosen = _chosen(table, wanted)

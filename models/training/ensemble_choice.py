@@ -1,10 +1,10 @@
 """Decides whether an ensemble is worth keeping: it must beat its best member on held-out groups.
 
-The choice is made by cross-validation over the training rows alone. In fitting the ensemble, its
-members are fitted to all of a fold's rows anyway, so one pass judges them all. Held out are model
-families and, with two or more devices among the training rows, each device in turn. The ensemble
-is kept if its error is below every member's wherever it was judged; otherwise the member with
-the least error takes its place. The test part of the split is for reporting and decides nothing.
+The choice uses cross-validation over the training rows. Fitting the ensemble also fits its members
+to all of a fold's rows, so one pass evaluates them all. Held out are model families and, with two
+or more devices among the training rows, each device in turn. The ensemble is kept if its error is
+below every member's in each of these; otherwise the member with the least error replaces it. The
+test part of the split is only for reporting.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ENSEMBLE = "ensemble"
 
 @dataclass(frozen=True)
 class EnsembleChoice:
-    """The model that was kept, and the figures behind the choice.
+    """The chosen model, and the figures behind the choice.
 
     Attributes:
         winner: ``ensemble``, or the name of its best member.
         params: Parameters of the winner.
-        table: One row a (``split``, ``model``): ``n``, ``mean_abs_log`` and ``median_ape`` by
+        table: One row per (``split``, ``model``): ``n``, ``mean_abs_log`` and ``median_ape`` by
             cross-validation over training rows.
-        test: The same figures on the test part, by model; they decided nothing.
+        test: The same figures on the test part, by model, which were not used for the choice.
     """
 
     winner: str
@@ -53,7 +53,7 @@ class EnsembleChoice:
 
     @property
     def sentence(self) -> str:
-        """The decision in one line."""
+        """The decision in one sentence."""
         parts = []
         for split, own in self.table.groupby("split", sort=False):
             errors = own.set_index("model")["mean_abs_log"]
@@ -67,7 +67,7 @@ class EnsembleChoice:
         return f"the ensemble {beats} its best member ({'; '.join(parts)}): {verdict}"
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for the manifest."""
+        """Convert to plain data for the manifest."""
         return {
             "winner": self.winner,
             "cross_validated": self.table.to_dict("records"),
@@ -85,7 +85,7 @@ def train_ensemble(
     held_out: str | None = None,
     **params: object,
 ) -> tuple[TrainResult, EnsembleChoice]:
-    """Train an ensemble, or its best member where the ensemble is no better.
+    """Train an ensemble, or its best member if the ensemble is not better.
 
     Args:
         dataset: Samples.
@@ -97,7 +97,7 @@ def train_ensemble(
         params: Parameters of the ensemble.
 
     Returns:
-        The training of the winner, with the decision in its manifest, and the decision.
+        The training result of the winner, with the decision in its manifest, and the decision.
 
     Raises:
         DatasetError: Too little data for the split.
@@ -109,7 +109,7 @@ def train_ensemble(
     own = {"seed": seed, "n_jobs": n_jobs, **params}
     table = cross_validate(data, rows, own, folds, seed)
     winner = choose(table)
-    # After the choice, for the report alone.
+    # After the choice, only for the report.
     test = _test_figures(data, rows, parts.test, own, split)
     ensemble = cast("EnsembleEstimator", make_estimator(ENSEMBLE, **own))
     chosen = params if winner == ENSEMBLE else ensemble.member_params(winner)
@@ -124,7 +124,7 @@ def choose(table: pd.DataFrame) -> str:
     """Name of the model to keep, by the figures of :func:`cross_validate`."""
     errors = table.pivot(index="split", columns="model", values="mean_abs_log")
     members = errors.drop(columns=ENSEMBLE)
-    # On every split: an ensemble costs more than a member, and has to be better throughout.
+    # On every split: an ensemble costs more than a member, so it has to be better throughout.
     if (errors[ENSEMBLE] < members.min(axis=1)).all():
         return ENSEMBLE
     return str(members.mean(axis=0).idxmin())
@@ -143,13 +143,13 @@ def cross_validate(
         seed: Seed of the folds.
 
     Returns:
-        One row a (``split``, ``model``): ``n``, ``mean_abs_log`` (mean absolute log-ratio of
+        One row per (``split``, ``model``): ``n``, ``mean_abs_log`` (mean absolute log-ratio of
         predicted to measured) and ``median_ape``.
     """
     frame = data.frame.iloc[rows].reset_index(drop=True)
     by_member: dict[str, list[pd.DataFrame]] = {}
     for name, fold in _held_out(frame, data, folds, seed):
-        # Folds have no validation part; splits by device do, and it is no test data here.
+        # Folds have no validation part; splits by device do, and it counts as training data here.
         fitting = np.concatenate([fold.train, fold.validation])
         part = _predictions(data, rows[fitting], rows[fold.test], params, name)
         if part is not None:
@@ -180,14 +180,14 @@ def _predictions(
     params: Mapping[str, object],
     split: str,
 ) -> pd.DataFrame | None:
-    """Measured and predicted seconds of the held-out kernels, one column a model."""
+    """Measured and predicted seconds of the held-out kernels, one column per model."""
     fitting, held = data.kernel_rows(fitting), data.kernel_rows(held)
     if not len(fitting) or not len(held):
         return None
     model = cast("EnsembleEstimator", make_estimator(ENSEMBLE, **params))
     fit_rows(model, data, fitting, split)
     table = data.table.take(data.entry[held])
-    # The ensemble's members were fitted to all rows of the fold, so they are judged at no further
+    # The members were already fitted to all rows of the fold, so they are evaluated at no further
     # cost.
     columns = {name: member.point(table) for name, member in model.members.items()}
     columns = {ENSEMBLE: model.point(table), **columns}

@@ -26,7 +26,7 @@ from ..trust.neighbours import NeighbourTable
 
 
 def prediction_frame(model: CostModel, data: PreparedDataset, rows: np.ndarray) -> pd.DataFrame:
-    """Predictions beside measurements, one row for each kernel row among ``rows``."""
+    """Predictions and measurements, one row per kernel row among ``rows``."""
     own = data.kernel_rows(rows)
     prediction = predict_entries(model.estimator, data, data.entry[own])
     part = data.frame.iloc[own].reset_index(drop=True)
@@ -43,7 +43,7 @@ def prediction_frame(model: CostModel, data: PreparedDataset, rows: np.ndarray) 
 
 
 def program_frame(model: CostModel, data: PreparedDataset, rows: np.ndarray) -> pd.DataFrame:
-    """Predictions beside measurements, one row for each program row among ``rows``."""
+    """Predictions and measurements, one row per program row among ``rows``."""
     records = [_program_record(model, data, p) for p in data.programs_among(rows)]
     return pd.DataFrame(records)
 
@@ -69,7 +69,7 @@ def _program_record(
         "sum_us": float(time.sum()) * 1e6,
         "labels_us": data.label_sum_s(sample) * 1e6,
         "kernels": len(time),
-        # The guard is for programs without any time.
+        # The guard is for programs that take no time.
         "in_domain_share": float(time[kernels.in_domain].sum() / max(time.sum(), 1e-12)),
     }
 
@@ -89,12 +89,12 @@ class TrainResult:
     Attributes:
         model: The cost model, fitted to train and validation rows.
         split: Row positions of the parts.
-        metrics: One row a group (``all``, ``kind=…``, ``device=…``), kernels of the test part,
-            beside the label noise.
-        predictions: One row a test kernel: ``kind``, ``measured_us``, ``predicted_us``, ``lo_us``,
-            ``hi_us``, ``source``, ``in_domain``, ``family``, ``program``, ``device``.
-        programs: One row a test program, same columns; empty without program rows.
-        program_metrics: As ``metrics``, of the programs.
+        metrics: One row per group (``all``, ``kind=…``, ``device=…``), kernels of the test part,
+            with the label noise.
+        predictions: One row per test kernel: ``kind``, ``measured_us``, ``predicted_us``,
+            ``lo_us``, ``hi_us``, ``source``, ``in_domain``, ``family``, ``program``, ``device``.
+        programs: One row per test program, same columns; empty without program rows.
+        program_metrics: Like ``metrics``, for the programs.
         seconds: Wall time of training.
         params: Parameters given to the estimator.
     """
@@ -131,12 +131,12 @@ def train(
     """Train on the train and validation parts of a split, and evaluate on its test part.
 
     Args:
-        dataset: Samples; prepare them once with :func:`prepare` to train on them often.
+        dataset: Samples; call :func:`prepare` once to train on them several times.
         model: Name of the estimator.
         split: Name of the split, one of ``splits.SPLITS``.
         seed: Seed of the split, the folds and the estimator.
         n_jobs: Threads of the estimator.
-        folds: Folds of the cross-fitting behind intervals and the program model.
+        folds: Folds of the cross-fitting for intervals and the program model.
         held_out: Device or run to hold out, for those splits.
         params: Parameters of the estimator.
 
@@ -147,7 +147,7 @@ def train(
     data = prepare(dataset)
     parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
     rows = np.sort(np.concatenate([parts.train, parts.validation]))
-    # Preparation is not counted: it is shared by all models that are trained on the dataset.
+    # Preparation is not timed: it is shared by all models trained on the dataset.
     start = time.perf_counter()
     bundle = fit_bundle(data, rows, model, split, seed, n_jobs, folds, params)
     seconds = time.perf_counter() - start
@@ -173,7 +173,7 @@ def train_final(
     metrics: Mapping[str, Mapping[str, float]] | None = None,
     **params: object,
 ) -> CostModel:
-    """Train on every row, to ship. Intervals come from held-out families.
+    """Train on every row, for shipping. Intervals come from held-out families.
 
     Args:
         dataset: Samples.
@@ -181,13 +181,13 @@ def train_final(
         seed: Seed of the folds and the estimator.
         n_jobs: Threads of the estimator.
         folds: Folds of the cross-fitting.
-        metrics: Figures by split from evaluations with the same settings, to keep with the model.
+        metrics: Figures by split from evaluations with the same settings, to store with the model.
         params: Parameters of the estimator.
     """
     data = prepare(dataset)
     rows = np.arange(len(data.frame))
     names = set(fold_groups(data.frame, "unseen_family").astype(str))
-    # Intervals should hold for new models: whole families are held out where there are several.
+    # Intervals should apply to new models: hold out whole families if there are several.
     split = "unseen_family" if len(names) > 1 else "random"
     bundle = fit_bundle(data, rows, model, split, seed, n_jobs, folds, params)
     bundle.info["split"] = "all"
@@ -212,12 +212,12 @@ def fit_bundle(
         crossed = fit_and_calibrate(estimator, data, rows, split, folds, seed)
     else:
         crossed = cross_fit(factory, data, rows, split, folds, seed)
-        # An estimator without a table calibrates itself: the folds serve the program model and the
-        # table of neighbours.
+        # An estimator without a table calibrates itself: the folds are for the program model and
+        # the table of neighbours.
         estimator = estimator.fit(data.subset(data.kernel_rows(rows)))
     choice = choose_context(data, crossed, seed=seed, n_jobs=n_jobs)
-    # Some estimators bring overheads of platforms without measured programs; fitted corrections of
-    # measured ones take precedence.
+    # Some estimators have default overheads of platforms without measured programs; fitted
+    # corrections take precedence.
     choice.program_model.overheads.update(getattr(estimator, "overheads", {}))
     used = sorted(set(data.frame["device"].iloc[rows]))
     return CostModel(
@@ -240,27 +240,27 @@ def fit_bundle(
 def estimator_factory(
     model: str, seed: int, n_jobs: int, params: Mapping[str, object]
 ) -> Callable[[], Estimator]:
-    """Return a function that makes unfitted estimators; seed and threads go to those with them."""
+    """Return a function that makes unfitted estimators, with seed and threads where accepted."""
     accepted = inspect.signature(estimator_class(model)).parameters
     general = {"seed": seed, "n_jobs": n_jobs}
     own = {**{k: v for k, v in general.items() if k in accepted}, **params}
     return lambda: make_estimator(model, **own)
 
 
-#: Estimators that are compared by default: all that learn from a table but networks and ensembles.
+#: Default estimators to compare: all that learn from a table except networks and ensembles.
 MODELS = ("roofline", "ridge", "forest", "xgboost")
-#: Splits that are reported by default; the others need several devices or runs.
+#: Default splits to report; the others need several devices or runs.
 REPORTED_SPLITS = ("random", "unseen_shape", "unseen_family")
 
 
 @dataclass
 class ProgramReport:
-    """Whole programs, each predicted by a model that saw neither its family nor its kernels.
+    """Whole programs, each predicted by a model fitted without its family and its kernels.
 
     Attributes:
-        metrics: One row a group: ``all``, ``set=zoo``, ``set=generated``, ``device=…``.
-        programs: One row a program: name, family, measured and predicted µs, interval, error.
-        families: One row a model family: programs and errors.
+        metrics: One row per group: ``all``, ``set=zoo``, ``set=generated``, ``device=…``.
+        programs: One row per program: name, family, measured and predicted µs, interval, error.
+        families: One row per model family: programs and errors.
     """
 
     metrics: pd.DataFrame
@@ -283,7 +283,7 @@ def compare_models(
         n_jobs: Threads of the estimators.
 
     Returns:
-        One row a (split, model): figures on the split's test kernels, label noise, program
+        One row per (split, model): figures on the split's test kernels, label noise, program
         figures with the prefix ``program_``, and the seconds it took.
     """
     data = prepare(dataset)
@@ -306,7 +306,7 @@ def program_report(
     n_jobs: int = 1,
     inner_folds: int = 3,
 ) -> ProgramReport:
-    """Cross-validated figures of whole programs, families held out.
+    """Cross-validated figures of whole programs, with families held out.
 
     Args:
         dataset: Samples with program rows.

@@ -1,11 +1,11 @@
 """Searches for hyper-parameters by cross-validation, with Optuna.
 
-A trial's error is the error of held-out rows in folds of the *training and validation part*,
-cut like the split itself (whole families with ``unseen_family``). The test part is never looked at
-while searching. The parameters that an estimator has by default are judged first, on the same
-folds: a search that does not beat them reports that and keeps them.
+A trial's error is that on held-out rows in folds of the *training and validation part*, made like
+the split itself (whole families with ``unseen_family``). The test part is never used. The default
+parameters are evaluated first, on the same folds: a search that does not beat them reports that and
+keeps them.
 
-Trials are kept in an SQLite file, so that a search can be stopped and goes on where it stopped.
+Trials are stored in an SQLite file, so that an interrupted search can be resumed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 #: Draws keywords of an estimator from a trial.
 Space = Callable[["Trial"], dict[str, object]]
-#: Settings of training that are not parameters of an estimator, and so do not belong in the file.
+#: Settings of training rather than parameters of an estimator, which do not belong in the file.
 _SETTINGS = {"dataset", "model", "split", "seed", "n_jobs", "folds", "held_out"}
 
 
@@ -48,8 +48,8 @@ class TrialRecord:
 
     Attributes:
         number: Its number in the study.
-        params: Keywords that were tried.
-        error: Cross-validated error; of the folds done, if it was stopped early.
+        params: Keywords of the estimator.
+        error: Cross-validated error; over the completed folds if it was pruned.
         pruned: Whether it was stopped early.
         seconds: Wall time of the trial.
     """
@@ -68,12 +68,12 @@ class Tuning:
     Attributes:
         model: Name of the estimator.
         split: Name of the split.
-        objective: Name of the error that was minimised.
+        objective: Name of the minimized error.
         best: Keywords of the estimator to train with; empty if its defaults were not beaten.
         error: Cross-validated error of ``best``.
         default_error: Cross-validated error of the defaults, on the same folds.
         trials: All finished trials of the study.
-        study: Its SQLite file.
+        study: SQLite file of the study.
     """
 
     model: str
@@ -86,7 +86,7 @@ class Tuning:
     study: Path
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast train --params`` reads it."""
+        """Convert to plain data, the format of ``opcast train --params``."""
         return {
             "model": self.model,
             "params": self.best,
@@ -98,13 +98,13 @@ class Tuning:
         }
 
     def table(self, count: int = 10) -> pd.DataFrame:
-        """The best finished trials, one row each, least error first."""
+        """The finished trials with the least error, one row each."""
         done = sorted((t for t in self.trials if not t.pruned), key=lambda t: t.error)[:count]
         return pd.DataFrame([{"trial": t.number, "error": t.error, **t.params} for t in done])
 
 
 def search_space(model: str) -> Space:
-    """The search space of an estimator: what it declares itself, else that of ``tuning.yaml``.
+    """The search space declared by an estimator, else that of ``tuning.yaml``.
 
     Raises:
         ModelError: No such estimator, or it declares no search space.
@@ -126,7 +126,7 @@ def _drawn(trial: Trial, name: str, suggest: str, **options: object) -> object:
 
 
 def write_params(path: Path, tuning: Tuning) -> None:
-    """Write what ``opcast train --params`` reads."""
+    """Write a file for ``opcast train --params``."""
     write_text(path, json.dumps(tuning.to_dict(), indent=1) + "\n")
 
 
@@ -135,10 +135,10 @@ def read_params(path: Path, model: str) -> JsonObject:
 
     Args:
         path: File of :func:`write_params`, or an object of the estimator's keywords.
-        model: Name of the estimator that they are for.
+        model: Name of the estimator.
 
     Raises:
-        ModelError: The file is missing or no such object, or was tuned for another estimator.
+        ModelError: The file is missing or not such an object, or was tuned for another estimator.
     """
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
@@ -164,10 +164,10 @@ def read_params(path: Path, model: str) -> JsonObject:
     return dict(params)
 
 
-#: Fewer than in training: a search fits this many models for every trial.
+#: Fewer than in training: a search fits this many models per trial.
 DEFAULT_FOLDS = 3
 #: Trials before the first one may be stopped early for being worse than the median (Optuna's
-#: default of its median pruner).
+#: default for its median pruner).
 _STARTUP_TRIALS = 5
 
 
@@ -181,7 +181,7 @@ def median_ape(measured: np.ndarray, predicted: np.ndarray) -> float:
     return float(np.median(absolute_percentage_error(measured, predicted)))
 
 
-#: Errors that a search can minimise, by name.
+#: Errors that a search can minimize, by name.
 OBJECTIVES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "mean_abs_log": mean_abs_log,
     "median_ape": median_ape,
@@ -209,20 +209,20 @@ def tune(
         dataset: Samples.
         model: Name of an estimator that declares a search space.
         trials: Trials in the study, including trials of earlier searches.
-        split: Split whose training and validation rows are searched on.
+        split: Split whose training and validation rows are used.
         seed: Seed of the split, the folds, the estimator and the search.
         n_jobs: Threads of the estimator.
-        timeout_s: Seconds after which no trial starts.
+        timeout_s: Seconds after which no further trial starts.
         folds: Folds of the cross-validation.
         objective: One of :data:`OBJECTIVES`.
         held_out: Device or run to hold out, for those splits.
-        study: SQLite file of the trials; the default is one for all studies in opcast's home.
-        on_trial: Called after every trial with it and with the number of finished trials.
+        study: SQLite file of the trials; by default one for all studies in opcast's home.
+        on_trial: Called after every trial with its record and the number of finished trials.
 
     Raises:
         DatasetError: Too little data for the split.
         ModelError: Optuna is not installed, no such estimator or objective, the estimator declares
-            no search space, or the study file is no study.
+            no search space, or the study file is not a study.
     """
     space = search_space(model)
     if objective not in OBJECTIVES:
@@ -236,8 +236,8 @@ def tune(
     judge = _Judge(data, rows, model, split, seed, n_jobs, folds, objective)
     file = study or home() / "tuning.db"
     key = f"{model} {split} {objective} {held_out or ''} seed={seed} folds={folds}"
-    # All that changes what an error means is in the name: a resumed search goes on with comparable
-    # trials only.
+    # The name has everything that defines an error: a resumed search only continues comparable
+    # trials.
     open_study = _open_study(file, f"{key} data={data.dataset_hash} {data.table.schema}", seed)
     default = _default_error(open_study, judge)
     _search(open_study, judge, space, trials, timeout_s, on_trial)
@@ -258,7 +258,7 @@ class _Judge:
     objective: str
 
     def errors(self, params: Mapping[str, object]) -> Iterator[float]:
-        """Error after each fold, over all rows predicted so far; the last one counts."""
+        """Error after each fold, over all rows predicted so far; the last one is the result."""
         factory = estimator_factory(self.model, self.seed, self.n_jobs, params)
         data, rows = self.data, self.rows
         measured: list[np.ndarray] = []
@@ -307,15 +307,15 @@ def _open_study(file: Path, name: str, seed: int) -> Study:
     except Exception as error:  # SQLAlchemy's own classes, which are no dependency of ours
         text = str(error).splitlines()[0]
         raise ModelError(f"cannot keep trials there: {text}", where=str(file)) from None
-    # The seed moves on with the finished trials: a resumed search would otherwise repeat the first.
+    # The seed depends on the finished trials: a resumed search would otherwise repeat the first.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
-    # A trial that is worse than the median of the others after a fold is stopped.
+    # Stop a trial that is worse than the median of the others after a fold.
     study.pruner = optuna.pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS)
     return study
 
 
 def _default_error(study: Study, judge: _Judge) -> float:
-    # Kept in the study, so that a resumed search does not evaluate the defaults again.
+    # Stored in the study, so that a resumed search does not evaluate the defaults again.
     known = study.user_attrs.get("default_error")
     if known is None:
         known = judge.error({})
@@ -335,7 +335,7 @@ def _search(
 
     def run(trial: Trial) -> float:
         params = space(trial)
-        # The estimator's keywords, which may differ from the names that the trial drew by.
+        # The estimator's keywords, which may differ from the names of the trial's suggestions.
         trial.set_user_attr("params", params)
         error = float("nan")
         for step, error in enumerate(judge.errors(params)):
@@ -354,7 +354,7 @@ def _search(
 
 
 def _record(trial: FrozenTrial) -> TrialRecord | None:
-    """A finished trial; ``None`` for one that failed or was cut off."""
+    """A finished trial; ``None`` if it failed or was interrupted."""
     if trial.value is None or trial.state.name not in ("COMPLETE", "PRUNED"):
         return None
     seconds = trial.duration.total_seconds() if trial.duration is not None else 0.0
@@ -374,7 +374,7 @@ def _finished(study: Study) -> list[TrialRecord]:
 
 def _result(study: Study, judge: _Judge, default_error: float, file: Path) -> Tuning:
     records = _finished(study)
-    # The error of a pruned trial covers its first folds only, which does not compare.
+    # The error of a pruned trial only covers its first folds, which is not comparable.
     whole = [r for r in records if not r.pruned]
     best = min(whole, key=lambda r: r.error, default=None)
     better = best is not None and best.error < default_error

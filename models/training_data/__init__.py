@@ -1,1 +1,1 @@
-"""From a dataset to what is learned from: preparation, splits, cross-fitting, metrics."""
+"""From a dataset to training data: preparation, splits, cross-fitting, metrics."""

@@ -1,10 +1,10 @@
-"""Predicts every training row by a model that has not seen it.
+"""Predicts every training row by a model fitted without it.
 
 Intervals, the domain's threshold and the program model all need predictions with the error of
-unseen kernels; the final model's errors on its own training rows would be far too good. So the rows
-are cut into folds like the reported split, each fold is predicted by a model fitted to the others,
-and the final model is fitted to all rows (cross-conformal prediction: Vovk, Annals of Mathematics
-and Artificial Intelligence 74, 2015).
+unseen kernels; the final model's errors on its own training rows would be far too small. So the
+rows are cut into folds like the reported split, each fold is predicted by a model fitted to the
+others, and the final model is fitted to all rows (cross-conformal prediction: Vovk, Annals of
+Mathematics and Artificial Intelligence 74, 2015).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..core.base import Estimator, KernelPrediction, TableEstimator
 from .prepared import PreparedDataset, ProgramSample
 from .splits import fold_groups, make_folds, query_names
 
-#: Each fold costs a training. Four leave three quarters of the rows to each model, close enough to
-#: the final one for its errors to stand in for the final model's. Engineering estimate.
+#: Each fold costs a training. Four leave three quarters of the rows to each model, enough for its
+#: errors to represent the final model's. Engineering estimate.
 DEFAULT_FOLDS = 4
 
 
@@ -30,7 +30,7 @@ class CrossFit:
     Attributes:
         rows: Kernel rows, by position in the frame, shape ``(n,)``.
         predicted_s: Their held-out predictions, shape ``(n,)``.
-        scores: Their held-out domain scores, shape ``(n,)``; nan if the estimator has no domain.
+        scores: Their held-out domain scores, shape ``(n,)``; NaN if the estimator has no domain.
         program_kernels: For each program row, the held-out predictions of its kernels (s).
     """
 
@@ -50,8 +50,8 @@ def cross_fit(
 ) -> CrossFit:
     """Predict every row by a model fitted without its fold.
 
-    A program's kernels are predicted by the model of the fold that holds the program, which has
-    seen none of these kernels, not even as part of other programs.
+    A program's kernels are predicted by the model of the fold with the program, which was fitted
+    without these kernels, even as parts of other programs.
 
     Args:
         factory: Makes an unfitted estimator.
@@ -83,12 +83,12 @@ def fold_models(
     folds: int,
     seed: int,
 ) -> Iterator[tuple[Estimator, np.ndarray]]:
-    """A model for each fold of the rows, fitted to the others, and the fold's positions in them."""
+    """A model per fold, fitted to the other rows, and the positions of the fold in ``rows``."""
     frame = data.frame.iloc[rows].reset_index(drop=True)
     groups = fold_groups(frame, split)
     for fold in make_folds(frame, groups, folds, seed, inside=data.inside):
         fitting = data.kernel_rows(rows[fold.train])
-        # Rows of folds without anything to fit to have no prediction.
+        # Rows of folds without training rows have no prediction.
         if len(fitting):
             yield fit_rows(factory(), data, fitting, split), fold.test
 
@@ -101,7 +101,7 @@ def fit_and_calibrate(
     folds: int = DEFAULT_FOLDS,
     seed: int = 0,
 ) -> CrossFit:
-    """Fit an estimator to all the rows, with intervals and domain from cross-fitting over them."""
+    """Fit an estimator to all rows, with intervals and domain from cross-fitting over them."""
     crossed = cross_fit(estimator.clone, data, rows, split, folds, seed)
     fit_rows(estimator, data, data.kernel_rows(rows), split)
     estimator.calibrate(
@@ -116,7 +116,7 @@ def fit_and_calibrate(
 def fit_rows(
     estimator: Estimator, data: PreparedDataset, rows: np.ndarray, split: str
 ) -> Estimator:
-    """Fit an estimator to kernel rows: from the feature table if it works on one."""
+    """Fit an estimator to kernel rows, by the feature table if it uses one."""
     if not isinstance(estimator, TableEstimator):
         return estimator.fit(data.subset(rows))
     frame = data.frame.iloc[rows].reset_index(drop=True)
@@ -151,6 +151,6 @@ def predict_program_kernels(
     estimator: Estimator, data: PreparedDataset, program: ProgramSample
 ) -> np.ndarray:
     """Latencies of a program's kernels in schedule order, in seconds."""
-    # A program repeats its layers: each distinct kernel is predicted once.
+    # A program repeats its layers: predict each distinct kernel once.
     unique, inverse = np.unique(program.entries, return_inverse=True)
     return predict_entries(estimator, data, unique).latency[inverse]

@@ -1,4 +1,4 @@
-"""Figures of merit of predicted latencies, always reported together and beside the label noise.
+"""Figures of merit of predicted latencies, always reported together and with the label noise.
 
 All errors are relative to the measured value. ``bias`` is ``exp(median(log(predicted / measured)))
 - 1``: +0.1 means that predictions are typically 10 % too long.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-#: Share of the slowest samples that top-k recall looks at.
+#: Fraction of the samples that top-k recall considers.
 TOP_SHARE = 0.1
 
 
@@ -31,7 +31,7 @@ def bias_mean(measured: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def spearman(measured: np.ndarray, predicted: np.ndarray) -> float:
-    """Rank correlation: Pearson's of the ranks, ties averaged; nan if either is constant."""
+    """Rank correlation: Pearson's of the ranks, ties averaged; NaN if either is constant."""
     ranks = [pd.Series(v).rank().to_numpy() for v in (measured, predicted)]
     if len(measured) < 2 or any(np.ptp(r) == 0 for r in ranks):
         return float("nan")
@@ -39,7 +39,7 @@ def spearman(measured: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def kendall(measured: np.ndarray, predicted: np.ndarray) -> float:
-    """Kendall's tau-b; nan if either is constant."""
+    """Kendall's tau-b; NaN if either is constant."""
     from scipy.stats import kendalltau
 
     if len(measured) < 2 or np.ptp(measured) == 0 or np.ptp(predicted) == 0:
@@ -48,7 +48,7 @@ def kendall(measured: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def top_k_recall(measured: np.ndarray, predicted: np.ndarray, k: int | None = None) -> float:
-    """Share of the ``k`` slowest samples that are among the ``k`` predicted to be slowest.
+    """Fraction of the ``k`` slowest samples among the ``k`` predicted to be slowest.
 
     Args:
         measured: Shape ``(n,)``.
@@ -62,7 +62,7 @@ def top_k_recall(measured: np.ndarray, predicted: np.ndarray, k: int | None = No
 
 
 def coverage(measured: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> float:
-    """Share of the measured values inside their interval, ends included."""
+    """Fraction of the measured values inside their interval, including its bounds."""
     return float(np.mean((measured >= lo) & (measured <= hi)))
 
 
@@ -72,18 +72,18 @@ def summary(
     lo: np.ndarray | None = None,
     hi: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Compute all figures of one group of samples.
+    """Compute all figures of a group of samples.
 
     Args:
         measured: Latencies in any unit, positive, shape ``(n,)``.
-        predicted: In the same unit, positive, shape ``(n,)``.
-        lo: Lower interval ends.
-        hi: Upper interval ends.
+        predicted: Predictions in the same unit, positive, shape ``(n,)``.
+        lo: Lower interval bounds.
+        hi: Upper interval bounds.
 
     Returns:
         ``n``, ``median_ape``, ``mape``, ``bias``, ``bias_mean``, ``spearman``, ``kendall``,
         ``top_k_recall`` and, with intervals, ``coverage``, ``width_median`` and ``width_mean``
-        (interval width over the prediction). Empty input gives ``n`` alone.
+        (interval width over the prediction). Only ``n`` for empty input.
     """
     measured, predicted = np.asarray(measured, np.float64), np.asarray(predicted, np.float64)
     if not len(measured):
@@ -111,7 +111,7 @@ def replicate_differences(frame: pd.DataFrame) -> pd.DataFrame:
     """Differences between repeated measurements of the same kernel on the same device.
 
     Two samples are replicates if they agree in ``kernel_hash`` and ``device`` and were measured
-    separately (another ``sample_id``). Neighbouring pairs in the order of ``sample_id`` are taken.
+    separately (another ``sample_id``). Compares neighbouring pairs in the order of ``sample_id``.
 
     Args:
         frame: Rows of a dataset.
@@ -120,7 +120,7 @@ def replicate_differences(frame: pd.DataFrame) -> pd.DataFrame:
         Columns ``kind``, ``device`` and ``difference`` = ``|a - b| / ((a + b) / 2)``.
     """
     rows = frame.drop_duplicates("sample_id").sort_values(["kernel_hash", "device", "sample_id"])
-    # Neighbours rather than all pairs: a kernel measured often would otherwise outweigh the others.
+    # Neighbours rather than all pairs: otherwise frequently measured kernels would dominate.
     after = rows.shift(-1)
     same = (rows["kernel_hash"] == after["kernel_hash"]) & (rows["device"] == after["device"])
     a = rows.loc[same, "latency_us_p50"].to_numpy(np.float64)
@@ -130,9 +130,9 @@ def replicate_differences(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def label_noise(frame: pd.DataFrame) -> dict[str, float]:
-    """Noise floor of the labels from replicate pairs; nan without any.
+    """Noise floor of the labels from replicate pairs; NaN without any.
 
-    No model can do better on average than two measurements of the same kernel agree.
+    On average, no model can agree better with a measurement than a second measurement does.
 
     Returns:
         ``noise_median_ape``, ``noise_mape`` and ``noise_pairs``.
@@ -152,19 +152,19 @@ def metrics_table(
     """Figures in total and by group.
 
     Args:
-        predictions: One row a sample with ``measured_us``, ``predicted_us``, ``lo_us``, ``hi_us``
+        predictions: One row per sample with ``measured_us``, ``predicted_us``, ``lo_us``, ``hi_us``
             and the columns of ``by``.
-        by: Columns to group by, each on its own (``kind``, ``device``, ``split`` …).
-        noise: Dataset rows in which to look for replicates; adds the noise figures. Of a group
-            they cover the kinds and devices that it predicts.
+        by: Columns to group by, one at a time (``kind``, ``device``, ``split`` …).
+        noise: Dataset rows with replicates; adds noise figures, for a group over its kinds and
+            devices.
 
     Returns:
-        One row a group: ``group`` (``all`` or ``column=value``) and the figures.
+        One row per group: ``group`` (``all`` or ``column=value``) and the figures.
     """
     rows = [{"group": "all", **_figures(predictions, noise)}]
     for column in by:
         for value, part in predictions.groupby(column, sort=True):
-            # Without that column it is unknown which of the noise is the group's.
+            # Without that column, the noise of the group is unknown.
             same = noise if noise is not None and column in noise else None
             rows.append({"group": f"{column}={value}", **_figures(part, same)})
     return pd.DataFrame(rows)
@@ -190,7 +190,7 @@ def _figures(rows: pd.DataFrame, noise: pd.DataFrame | None) -> dict[str, float]
 
 
 def _matching(noise: pd.DataFrame, predictions: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the kinds and devices that are predicted: others' noise does not apply to them."""
+    """Noise rows of the predicted kinds and devices."""
     for column in {"kind", "device"} & {*noise} & {*predictions}:
         noise = noise[noise[column].isin(predictions[column].unique())]
     return noise

@@ -1,7 +1,7 @@
 """Prepares a dataset for training: kernels as a feature table, programs as schedules.
 
-Kernels are read and featurised once for each (kernel, device), however many rows, splits and models
-there are. Rows are referred to by position in :attr:`PreparedDataset.frame` throughout.
+Kernels are parsed and featurized once per (kernel, device), for any number of rows, splits and
+models. Rows are referred to by position in :attr:`PreparedDataset.frame` throughout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ProgramSample:
     Attributes:
         row: Position in the frame.
         lowered: Its schedule.
-        entries: Position in the feature table of each of its kernels.
+        entries: Position of each of its kernels in the feature table.
         wall_s: Measured wall time.
         device: Device it was measured on.
         name: Name of the program.
@@ -48,7 +48,7 @@ class ProgramSample:
 
     @property
     def group(self) -> str:
-        """Group that is held out together: its model family, or the program itself if generated."""
+        """Group that is held out together: its model family, or a generated program itself."""
         return self.family if is_family(self.family) else self.name
 
 
@@ -113,7 +113,7 @@ class PreparedDataset:
         return dict(zip(names, seconds, strict=True))
 
     def label_sum_s(self, sample: ProgramSample) -> float:
-        """Sum of the measured kernel times of a program in seconds; nan if one is missing."""
+        """Sum of the measured kernel times of a program in seconds; NaN if one is missing."""
         kernels = [k for k in sample.lowered.kernels if k.takes_time]
         labels = [self._labels.get((sample.name, k.hash), np.nan) for k in kernels]
         return float(np.dot(labels, [k.multiplicity for k in kernels])) if kernels else 0.0
@@ -124,11 +124,11 @@ class PreparedDataset:
 
 
 def prepare(dataset: Dataset | PreparedDataset, *, programs: bool = True) -> PreparedDataset:
-    """Read and featurise a dataset.
+    """Read and featurize a dataset.
 
     Args:
-        dataset: Samples; returned unchanged if it is prepared already.
-        programs: Whether to read program rows; without, they are left out.
+        dataset: Samples; returned unchanged if already prepared.
+        programs: Whether to include program rows.
 
     Raises:
         DatasetError: No kernel row with a usable label, or a device without description.
@@ -149,7 +149,7 @@ def prepare(dataset: Dataset | PreparedDataset, *, programs: bool = True) -> Pre
         raise DatasetError(f"no run record describes device {unknown[0]!r}")
     kernel_part = frame[~is_program]
     irs = dict(zip(kernel_part["kernel_hash"], kernel_part["kernel_ir"], strict=True))
-    # Schedules first: programs bring kernels that no kernel row has.
+    # Schedules first: programs may have kernels without kernel rows.
     lowered = _schedules(frame, np.flatnonzero(is_program), irs)
     keys = _keys(frame, is_program, lowered, irs)
     table, position = _featurise(keys, irs, devices)
@@ -175,7 +175,7 @@ def _usable(frame: pd.DataFrame) -> pd.DataFrame:
     label = frame["latency_us_p50"].to_numpy(np.float64)
     good = np.isfinite(label) & (label > 0)
     if not good.all():
-        # Logarithms are learned: a zero or missing label has none.
+        # The logarithm is learned, which a zero or missing label lacks.
         logger.warning("left out %d rows without a positive latency", int((~good).sum()))
     if not good.any():
         raise DatasetError("no row has a positive latency")
@@ -186,7 +186,7 @@ def _usable(frame: pd.DataFrame) -> pd.DataFrame:
 def _schedules(
     frame: pd.DataFrame, rows: np.ndarray, irs: dict[str, str]
 ) -> dict[int, LoweredProgram]:
-    """Schedules of program rows; a row with unknown kernels is left out, and logged."""
+    """Schedules of program rows; a row with unknown kernels is left out and logged."""
     from ...features.kernels.program_json import schedule_from_json
 
     schedules = {}
@@ -206,13 +206,13 @@ def _keys(
     lowered: Mapping[int, LoweredProgram],
     irs: Mapping[str, str],
 ) -> list[tuple[str, str]]:
-    """Unique (device, kernel hash), devices together."""
+    """Unique (device, kernel hash), grouped by device."""
     part = frame[~is_program]
     keys = dict.fromkeys(zip(part["device"], part["kernel_hash"], strict=True))
     for row, program in lowered.items():
         device = frame["device"].iloc[row]
         keys.update(dict.fromkeys((device, k.hash) for k in program.kernels if k.hash in irs))
-    # Sorted by device, since a feature table covers one device; the sort is stable.
+    # Sorted by device, since a feature table is for one device; the sort is stable.
     return sorted(keys, key=lambda key: key[0])
 
 
@@ -228,7 +228,7 @@ def _featurise(
         own = [kernels[h] for d, h in keys if d == device]
         tables.append(kernel_table(own, devices[device]))
     table = concatenate(tables)
-    # From the texts: keeping every kernel that was read would take gigabytes.
+    # From the text: keeping all parsed kernels would take gigabytes.
     table.graphs = KernelGraphs.of([h for _, h in keys], [irs[h] for _, h in keys])
     return table, {key: index for index, key in enumerate(keys)}
 

@@ -6,12 +6,12 @@
 ``unseen_device``  one device is held out;
 ``unseen_run``     one profile run is held out.
 
-Others are functions of installed packages under the entry points ``opcast.splits``, or tables of
-samples (:func:`make_split`).
+Other splits are functions of installed packages under the entry points ``opcast.splits``, or tables
+of samples (:func:`make_split`).
 
 Rows of level ``program`` are never in the test part of the first two: their kernels are on both
-sides. With ``unseen_family`` they follow their family, and no training row has a kernel that is
-inside a held-out program; ``inside`` marks them.
+sides. With ``unseen_family`` they follow their family, and no training row has a kernel inside a
+held-out program; ``inside`` lists these.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ SPLITS = ("random", "unseen_shape", "unseen_family", "unseen_device", "unseen_ru
 #: Shares of the kernels, by the usual convention 70:10:20.
 TEST_SHARE = 0.2
 VALIDATION_SHARE = 0.1
-#: One family in this many is held out by ``unseen_family``: a smaller test part would depend too
-#: much on which families are drawn. Engineering estimate.
+#: ``unseen_family`` holds out one in this many families: a smaller test part would depend too much
+#: on the drawn families. Engineering estimate.
 FAMILY_STRIDE = 3
 #: Share of the groups held back for early stopping; a tenth is usual and costs little data.
 STOP_SHARE = 0.1
-#: Least rows on either side: with fewer, the validation error is too noisy to stop by.
+#: Fewest rows on either side: with fewer, the validation error is too noisy for early stopping.
 MIN_STOP_ROWS = 50
 _FOLD = "fold"
-#: Parts of a split as others name them.
+#: Names of the parts of a split in tables and plug-ins.
 PARTS = ("train", "validation", "test")
-#: Entry points of splits of other packages.
+#: Entry points of splits from other packages.
 GROUP = "opcast.splits"
 _TABLES = (".csv", ".parquet")
 
@@ -55,14 +55,14 @@ Inside = Mapping[str, AbstractSet[str]]
 
 @dataclass(frozen=True)
 class Split:
-    """Row positions of the parts; each an int64 array, ascending. Some rows may be in none.
+    """Row positions of the parts, ascending int64 arrays. Some rows may be in none.
 
     Attributes:
         name: Name of the split.
-        train: To fit on.
-        validation: To tune and calibrate on.
-        test: To report on; shares no kernel with the others.
-        held_out: Contents of ``test`` (families, device or run), if it is that kind of split.
+        train: Rows to fit on.
+        validation: Rows to tune and calibrate on.
+        test: Rows to report on, which share no kernel with the others.
+        held_out: Contents of ``test`` (families, device or run), for such splits.
     """
 
     name: str
@@ -85,17 +85,17 @@ def make_split(
     Args:
         frame: Rows with the dataset's columns.
         name: One of :data:`SPLITS`; an entry point of :data:`GROUP`: a function of the frame and
-            the seed that gives each row its part; or a file, ``.csv`` or ``.parquet``, with the
-            columns ``sample_id`` and ``part``. A part is one of :data:`PARTS` or, for rows that are
-            in none, empty.
-        seed: Chooses among equally good splits: the draw of ``random``, or which of each three
-            families are held out.
+            the seed that returns the part of each row; or a file, ``.csv`` or ``.parquet``, with
+            the columns ``sample_id`` and ``part``. A part is one of :data:`PARTS`, or empty for
+            rows in none.
+        seed: Selects among equivalent splits: the draw of ``random``, or the families that are held
+            out.
         inside: Hashes of the kernels inside each program row, by ``sample_id``.
-        held_out: Device or run to hold out; the last in order if not given.
+        held_out: Device or run to hold out; by default the last in order.
 
     Raises:
-        DatasetError: No such split, it names other parts or samples, or the dataset has too little
-            to hold out.
+        DatasetError: No such split, it has other parts or samples, or the dataset has too little to
+            hold out.
     """
     out: tuple[str, ...] = ()
     if name == "random":
@@ -126,7 +126,7 @@ def make_split(
 
 
 def is_family(family: str) -> bool:
-    """Whether a value of the column ``family`` names a model family, not generated programs."""
+    """Whether a value of column ``family`` is a model family rather than generated programs."""
     return bool(family) and family != "random" and not family.startswith("op:")
 
 
@@ -153,7 +153,7 @@ def leave_family_out(
     Args:
         frame: Rows with the dataset's columns.
         folds: Number of folds; fewer if there are fewer groups.
-        seed: Chooses the draw.
+        seed: Seed of the draw.
         inside: Hashes of the kernels inside each program row, by ``sample_id``.
     """
     return make_folds(frame, fold_groups(frame), folds, seed, inside=inside)
@@ -167,7 +167,7 @@ def make_folds(
     *,
     inside: Inside | None = None,
 ) -> list[Split]:
-    """Folds by group, balanced in rows; no kernel of a fold's test rows is in its train rows.
+    """Folds by group, balanced in rows; a fold's test and train rows share no kernel.
 
     Raises:
         DatasetError: There are fewer than two groups.
@@ -188,12 +188,12 @@ def balanced_folds(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
     Args:
         groups: Group of every row, shape ``(n,)``.
         folds: Number of folds; fewer if there are fewer groups.
-        seed: Seed of the order among groups of one size.
+        seed: Seed of the order among groups of equal size.
     """
     names, codes, sizes = np.unique(groups.astype(str), return_inverse=True, return_counts=True)
     load = np.zeros(min(folds, len(names)))
     fold_of = np.empty(len(names), np.int64)
-    # Ties are broken by a draw of the name: the seed matters, the order of rows does not.
+    # Ties are broken by a draw from the name: they depend on the seed, not on the order of rows.
     order = sorted(range(len(names)), key=lambda i: (-sizes[i], draw(str(names[i]), seed)))
     for index in order:  # greedy: the largest group goes to the emptiest fold
         fold_of[index] = int(np.argmin(load))
@@ -207,9 +207,9 @@ def _by_draw(frame: pd.DataFrame, seed: int) -> np.ndarray:
 
 
 def _by_size(frame: pd.DataFrame) -> np.ndarray:
-    """Rank of FLOPs and bytes within the kind; the top fifth is test, the next tenth validation."""
+    """By rank of FLOPs and bytes within the kind: top 20 % test, next 10 % validation."""
     unique = frame.drop_duplicates("kernel_hash")
-    # Ranks of FLOPs and of bytes, averaged: a kernel may be large in either. Within a kind, since a
+    # The mean rank of FLOPs and bytes: a kernel may be large in either. Within a kind, since a
     # large copy is a small GEMM.
     ranks = unique.groupby("kind")[["flops", "bytes"]].rank(pct=True).mean(axis=1)
     place = ranks.groupby(unique["kind"]).rank(pct=True, method="first")
@@ -225,7 +225,7 @@ def _by_family(frame: pd.DataFrame, seed: int) -> tuple[np.ndarray, tuple[str, .
             "unseen_family needs at least two model families",
             hint="choose another: --split random; or add programs of the zoo to the dataset",
         )
-    # Seed 0 takes the third, sixth … family in alphabetical order; other seeds shift which.
+    # Seed 0 holds out the third, sixth … family in alphabetical order; other seeds shift this.
     first = (FAMILY_STRIDE - 1 - seed) % FAMILY_STRIDE % len(families)
     test = families[first::FAMILY_STRIDE]
     rest = [f for f in families if f not in test]
@@ -238,7 +238,7 @@ def _by_family(frame: pd.DataFrame, seed: int) -> tuple[np.ndarray, tuple[str, .
 def _by_column(
     frame: pd.DataFrame, column: str, seed: int, held_out: str | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Hold out a value of a column. Kernels that both sides have are dealt out half and half."""
+    """Hold out a value of a column. Kernels on both sides are assigned to one of them."""
     values = sorted(set(frame[column]))
     out = held_out if held_out is not None else values[-1]
     if len(values) < 2 or out not in values:
@@ -249,7 +249,7 @@ def _by_column(
     hashes = frame["kernel_hash"]
     shared = hashes.isin(set(hashes[away]) & set(hashes[~away])).to_numpy()
     first = np.array([draw(h, seed) for h in hashes])
-    # A kernel that both sides have may be on one of them only; a coin decides, by its hash.
+    # A coin flip by hash decides for kernels on both sides.
     to_test, to_train = ~shared | (first < 0.5), ~shared | (first >= 0.5)
     second = np.array([draw(h, seed + 1) for h in hashes])
     train = np.where(second < VALIDATION_SHARE, 1, 0)
@@ -257,7 +257,7 @@ def _by_column(
 
 
 def _by_table(frame: pd.DataFrame, path: Path) -> np.ndarray:
-    """Parts by sample; those that the table does not name are in none."""
+    """Parts by sample; samples outside the table are in none."""
     table = _read(path)
     missing = [name for name in ("sample_id", "part") if name not in table]
     if missing:
@@ -284,7 +284,7 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _coded(words: np.ndarray, rows: int, where: str) -> np.ndarray:
-    """Numbers of the parts that words name; -1 for none."""
+    """Numbers of the named parts; -1 for none."""
     if words.shape != (rows,):
         raise DatasetError(
             f"a split of shape {words.shape} for {rows} rows", where=where, hint="one part a row"
@@ -306,15 +306,15 @@ def _parts(place: np.ndarray) -> np.ndarray:
 def _without_leaks(
     frame: pd.DataFrame, name: str, parts: np.ndarray, out: tuple[str, ...], inside: Inside
 ) -> Split:
-    """Drop from earlier parts the kernels that a later part has, programs' kernels included."""
+    """Remove from earlier parts the kernels of a later part, including those in programs."""
     hashes = frame["kernel_hash"].to_numpy(object)
     programs = frame["sample_id"].to_numpy(object)
     is_kernel = (frame["level"] != "program").to_numpy()
     kept = parts.copy()
-    # Test first, then validation: a kernel stays in the last part that has it.
+    # Test first, then validation: a kernel stays in its last part.
     for later in (2, 1):
         held = set(hashes[kept == later])
-        # Not where programs are in no later part anyway.
+        # Not for splits whose later parts have no programs.
         if name == "unseen_family" or name not in SPLITS:
             held = held.union(*(inside.get(s, ()) for s in programs[(kept == later) & ~is_kernel]))
         leak = np.array([h in held for h in hashes], bool)
@@ -324,7 +324,7 @@ def _without_leaks(
 
 
 def draw(text: str, seed: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
+    """A number in [0, 1) that only depends on the arguments."""
     # A digest rather than a generator: the draw of a kernel does not depend on the other rows.
     digest = hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
@@ -336,10 +336,10 @@ def query_names(frame: pd.DataFrame) -> np.ndarray:
 
 
 def stop_rows(groups: np.ndarray, seed: int) -> np.ndarray:
-    """Draw the rows that are held back, whole groups by name.
+    """Draw the rows held back for early stopping, in whole groups by name.
 
-    The names are salted: a split draws kernels by the same names and seed, and without the salt
-    its training part would hold none of the groups that are drawn here.
+    The names are salted: splits draw kernels by the same names and seed, so that without the salt
+    the training part would have none of the groups drawn here.
 
     Args:
         groups: Group of every row, shape ``(n,)``.
@@ -347,7 +347,7 @@ def stop_rows(groups: np.ndarray, seed: int) -> np.ndarray:
 
     Returns:
         Bool, shape ``(n,)``; all false if either side would have fewer than
-        :data:`MIN_STOP_ROWS` rows, which means to train without early stopping.
+        :data:`MIN_STOP_ROWS` rows, to train without early stopping.
     """
     names, codes = np.unique(groups.astype(str), return_inverse=True)
     drawn = np.array([draw(f"stop:{name}", seed) < STOP_SHARE for name in names], bool)

@@ -1,10 +1,10 @@
-"""Ends of intervals from errors of what was left out: conformal quantiles, by a hierarchy of keys.
+"""Interval bounds from held-out errors: conformal quantiles, by a hierarchy of keys.
 
-The score of a sample is ``log(measured / predicted)`` by a model that did not see it. An interval
-reaches from the 5 % to the 95 % quantile of the scores of its key, with the finite-sample
-correction of Mondrian split-conformal prediction (Vovk et al., Algorithmic Learning in a Random
-World, 2005): with ``n`` scores the ``ceil((n + 1) (1 - a))``-th smallest bounds a share ``1 - a``
-of new samples. A key with too few scores falls back to a more general one.
+The score of a sample is ``log(measured / predicted)`` by a model fitted without it. An interval
+spans the 5 % to 95 % quantiles of the scores of its key, with the finite-sample correction of
+Mondrian split-conformal prediction (Vovk et al., Algorithmic Learning in a Random World, 2005):
+with ``n`` scores the ``ceil((n + 1) (1 - a))``-th smallest bounds a fraction ``1 - a`` of new
+samples. A key with too few scores falls back to a more general one.
 """
 
 from __future__ import annotations
@@ -20,46 +20,47 @@ from ..core.kernel_table import CELLS, by_cell
 
 #: Nominal coverage of all intervals.
 COVERAGE = 0.9
-#: Deviations of a normal distribution within which that share of it lies.
+#: Half-width of the corresponding interval of a normal distribution, in standard deviations.
 NORMAL_90 = 1.645
-#: Keys with fewer scores than this fall back. 19 is the least for two 5 % tails, where the ends are
-#: the extremes and vary a lot between samples; twice that lets the second ones decide.
+#: Fewest scores of a key. 19 is the least for two 5 % tails, where the bounds are the extremes and
+#: vary a lot between samples; with twice that, they are the second-most extreme scores.
 MIN_SCORES = 40
-#: Fewest groups that bound a tail of a new one's errors: beyond all of ``K`` groups lies a share
-#: ``1 / (K + 1)``, which has to be at most 5 %.
+#: Fewest groups that bound a tail of a new group's errors: a fraction ``1 / (K + 1)`` is beyond all
+#: ``K`` groups, which has to be at most 5 %.
 LEAST_SETS = 19
-#: Half-width in log space without any calibration: a factor of 4 either way. Engineering estimate
-#: of what a roofline with launch cost is rarely off by; not fitted.
+#: Log half-width without any calibration: a factor of 4 either way. Engineering estimate of the
+#: rarely exceeded error of a roofline with launch cost; not fitted.
 UNCALIBRATED = float(np.log(4.0))
 
+#: Lower and upper bound of an interval.
 Ends = tuple[float, float]
 Key = TypeVar("Key", bound=Hashable)
-#: A logarithm, or one for each of several predictions, shape ``(n,)``.
+#: A logarithm, or one per prediction, shape ``(n,)``.
 Logs = TypeVar("Logs", float, np.ndarray)
 
 
 @dataclass
 class Calibrator(Generic[Key]):
-    """Ends of 90 % intervals, in logarithms or in deviations, by key.
+    """Bounds of 90 % intervals, in logarithms or in standard deviations, by key.
 
     Attributes:
-        ends: Lower and upper end of each key.
+        ends: Lower and upper bound of each key.
     """
 
     ends: dict[Key, Ends] = field(default_factory=dict)
 
     def of(self, keys: Iterable[Key], default: Ends) -> Ends:
-        """Ends of the first key that has some; keys come with the most special one first."""
+        """Bounds of the first calibrated key; keys are ordered from specific to general."""
         return next((self.ends[key] for key in keys if key in self.ends), default)
 
     def pool(
         self, scores: np.ndarray, *levels: Iterable[Key], least: int = MIN_SCORES
     ) -> Calibrator[Key]:
-        """Take conformal ends of every key with enough scores, so that 0 lies inside.
+        """Calibrate conformal bounds, including 0, for every key with enough scores.
 
         Args:
-            scores: Errors of what was left out, shape ``(n,)``.
-            levels: Keys of the ``n`` scores, special ones and general ones.
+            scores: Held-out errors, shape ``(n,)``.
+            levels: Keys of the ``n`` scores at each level of the hierarchy.
             least: Fewest scores of a key.
 
         Returns:
@@ -74,26 +75,26 @@ class Calibrator(Generic[Key]):
         return self
 
     def add(self, key: Key, scores: np.ndarray, weight: np.ndarray | None = None) -> None:
-        """Take the ends of a key from weighted quantiles of scores, so that 0 lies inside.
+        """Calibrate a key by weighted quantiles of scores, including 0.
 
         Args:
             key: The key.
-            scores: Errors of what was left out, shape ``(n,)``.
-            weight: Of each score; ``None`` for the same of all.
+            scores: Held-out errors, shape ``(n,)``.
+            weight: Weight of each score; ``None`` for equal weights.
         """
         own = np.ones(len(scores)) if weight is None else weight
         low, high = (weighted_quantile(scores, own, (1 + side * COVERAGE) / 2) for side in (-1, 1))
         self.ends[key] = including_zero((low, high))
 
     def widen(self, key: Key, known: Key) -> None:
-        """Make the ends of a key, of which less is known, no narrower than those of another one."""
+        """Make the bounds of a less known key at least as wide as those of a known one."""
         if known in self.ends:
             low, high = self.ends.get(key, self.ends[known])
             self.ends[key] = min(low, self.ends[known][0]), max(high, self.ends[known][1])
 
 
 def weighted_quantile(values: np.ndarray, weight: np.ndarray, level: float) -> float:
-    """Value below which a share ``level`` of the weight lies, between values interpolated."""
+    """Weighted quantile at ``level``, interpolated between values."""
     order = np.argsort(values)
     share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
     return float(np.interp(level, share, values[order]))
@@ -102,13 +103,13 @@ def weighted_quantile(values: np.ndarray, weight: np.ndarray, level: float) -> f
 def ends(scores: np.ndarray, level: float = COVERAGE) -> Ends:
     """Split-conformal quantiles that leave half of ``1 - level`` on each side.
 
-    The ``ceil((n + 1) (1 + level) / 2)``-th smallest score is the upper end, the same rank counted
-    from the largest the lower one (Lei et al., Journal of the American Statistical Association
-    113, 2018). With fewer than ``2 / (1 - level) - 1`` scores the extreme ones are the ends.
+    The ``ceil((n + 1) (1 + level) / 2)``-th smallest score is the upper bound, the same rank from
+    the largest the lower one (Lei et al., Journal of the American Statistical Association 113,
+    2018). With fewer than ``2 / (1 - level) - 1`` scores, the extremes are the bounds.
 
     Args:
         scores: Shape ``(n,)``, at least one.
-        level: Share of new scores that lie between the ends.
+        level: Fraction of new scores between the bounds.
     """
     ordered = np.sort(scores)
     n = len(ordered)
@@ -118,14 +119,14 @@ def ends(scores: np.ndarray, level: float = COVERAGE) -> Ends:
 
 
 def few_or_ends(scores: np.ndarray, unit: float = 1.0) -> Ends:
-    """:func:`ends` of scores in units of an interval, which hold 0; of few scores never below 1.
+    """:func:`ends` of scores in units of a half-width, including 0; at least 1 for few scores.
 
-    With fewer than :data:`MIN_SCORES`, both ends are the split-conformal quantile of their sizes,
-    the ``ceil((n + 1) level)``-th smallest (Lei et al., 2018, as for :func:`ends`).
+    With fewer than :data:`MIN_SCORES`, both bounds are the split-conformal quantile of absolute
+    scores, the ``ceil((n + 1) level)``-th smallest (Lei et al., 2018, as for :func:`ends`).
 
     Args:
-        scores: Errors over the half-width that is to be scaled, shape ``(n,)``, at least one.
-        unit: Scores of one half-width.
+        scores: Errors over the half-width to scale, shape ``(n,)``, at least one.
+        unit: Scores per half-width.
     """
     if len(scores) >= MIN_SCORES:
         low, high = including_zero(ends(scores))
@@ -136,18 +137,18 @@ def few_or_ends(scores: np.ndarray, unit: float = 1.0) -> Ends:
 
 
 def including_zero(interval: Ends) -> Ends:
-    """Ends widened so that the prediction itself (a log-ratio of 0) lies between them."""
+    """Bounds widened to include the prediction itself (a log-ratio of 0)."""
     return min(interval[0], 0.0), max(interval[1], 0.0)
 
 
 def with_error(first: tuple[Logs, Logs], other: tuple[Logs, Logs]) -> tuple[Logs, Logs]:
-    """Ends of an error, in logarithms, with another one that is independent of it."""
+    """Bounds of an error, in logarithms, with an independent one added in quadrature."""
     below, above = (np.hypot(one, two) for one, two in zip(first, other, strict=True))
     return -below, above
 
 
 def widest(scores: Iterable[np.ndarray]) -> Ends | None:
-    """Outermost ends over several sets of scores, such as those of devices left out in turn.
+    """Outermost bounds over several sets of scores, such as those of devices held out in turn.
 
     Returns:
         ``None`` if no set has :data:`MIN_SCORES` scores.
@@ -159,15 +160,15 @@ def widest(scores: Iterable[np.ndarray]) -> Ends | None:
 
 
 def grouped_ends(scores: np.ndarray, group: np.ndarray) -> Ends | None:
-    """Ends for a row of one more group, from rows of groups that were left out.
+    """Bounds for a row of a new group, from rows of held-out groups.
 
     Hierarchical conformal prediction (Lee, Barber and Willett, Distribution-free inference with
     hierarchical data, 2023): each of ``K`` groups has the weight ``1 / (K + 1)``, shared by its
-    rows, and the new one lies beyond all of them. Of fewer than :data:`LEAST_SETS` groups, which no
-    such quantile bounds, the :func:`widest` ends count.
+    rows, and the new one may be beyond all of them. With fewer than :data:`LEAST_SETS` groups, for
+    which no such quantile exists, the :func:`widest` bounds are used.
 
     Args:
-        scores: Of rows, each by a model that did not see its group, shape ``(n,)``.
+        scores: Scores of rows by models fitted without their group, shape ``(n,)``.
         group: Names of their groups, shape ``(n,)``.
     """
     _, code, counts = np.unique(group.astype(str), return_inverse=True, return_counts=True)
@@ -182,19 +183,19 @@ def grouped_ends(scores: np.ndarray, group: np.ndarray) -> Ends | None:
 
 
 def size_bins(size: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Edges between bins of equal counts, shape ``(bins - 1,)`` or fewer, and each value's bin."""
+    """Edges of bins with equal counts, shape ``(bins - 1,)`` or fewer, and each value's bin."""
     edges = np.unique(np.quantile(size, np.linspace(0, 1, bins + 1)[1:-1]))
     return edges, np.searchsorted(edges, size, side="right")
 
 
 @dataclass
 class Conformal:
-    """Interval ends in log space for every cell (platform × kind) and size bin.
+    """Interval bounds in log space by cell (platform × kind) and size bin.
 
     Attributes:
         edges: Ascending predicted latencies (s) between the size bins, shape ``(bins - 1,)``.
-        lower: Lower ends, at most 0, shape ``(cells, bins)``.
-        upper: Upper ends, at least 0, shape ``(cells, bins)``.
+        lower: Lower bounds, at most 0, shape ``(cells, bins)``.
+        upper: Upper bounds, at least 0, shape ``(cells, bins)``.
         count: Total number of calibration scores.
     """
 
@@ -211,14 +212,14 @@ class Conformal:
 
         Args:
             measured: Latencies in seconds, shape ``(n,)``.
-            predicted: In seconds, shape ``(n,)``.
+            predicted: Predictions in seconds, shape ``(n,)``.
             cell: Cell of each sample, shape ``(n,)``.
-            bins: Size bins, of equal counts.
+            bins: Number of size bins, of equal counts.
         """
         scores = np.log(measured / predicted)
-        # By predicted size, because the measured one is unknown when an interval is asked for.
+        # By predicted size, because the measured one is not available when predicting.
         edges, place = size_bins(predicted, bins) if len(scores) else (np.zeros(0), scores)
-        # Too few scores for a quantile: none of those that are known may lie outside.
+        # With too few scores for a quantile, include all known scores.
         reach = max(UNCALIBRATED, float(np.abs(scores).max(initial=0.0)))
         where = list(zip(cell.tolist(), place.tolist(), strict=True))
         found = Calibrator[tuple[int, ...]]()
@@ -231,14 +232,14 @@ class Conformal:
         return cls(edges, lower, upper, len(scores))
 
     def interval(self, predicted: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper ends in seconds, shape ``(n,)`` each; the prediction lies between."""
+        """Lower and upper bounds in seconds, shape ``(n,)`` each; they include the prediction."""
         place = np.searchsorted(self.edges, predicted, side="right")
         lo = predicted * np.exp(self.lower[cell, place])
         hi = predicted * np.exp(self.upper[cell, place])
         return np.minimum(lo, predicted), np.maximum(hi, predicted)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for the manifest."""
+        """Convert to plain data for the manifest."""
         return {
             "coverage": COVERAGE,
             "edges_s": self.edges.tolist(),
@@ -250,7 +251,7 @@ class Conformal:
 
     @classmethod
     def from_dict(cls, data: JsonMapping) -> Self:
-        """Read :meth:`to_dict`'s data; cells that it does not list get its widest ends."""
+        """Read :meth:`to_dict`'s data; missing cells get the widest bounds."""
         low = np.asarray(data["lower_log"], np.float64)
         high = np.asarray(data["upper_log"], np.float64)
         lower = by_cell(data["cells"], low, low.min(axis=0))

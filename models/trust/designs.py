@@ -1,8 +1,8 @@
-"""Designs: chips that differ from a measured one in the figures of their file.
+"""Designs: hypothetical chips that differ from a measured one in the figures of their file.
 
-A design is priced as its base, times what physics says of both. The base's answer carries all that
-was learned of it, and the ratio is smooth in every rate, where what is learned by trees is not. So
-an unchanged copy is equal to the bit, and what physics does not know of moves nothing.
+A design is priced as its base, times a ratio from physics. The base's prediction has everything
+that was learned, and the ratio is smooth in every rate, which trees are not. An unchanged copy of a
+chip therefore has identical predictions, and figures outside the physics have no effect.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from ...features.table.roofline import least_seconds, roofline
 from ..core.base import KernelPrediction
 from ..core.kernel_table import SMALLEST
 
-#: Largest error, in logarithms, of the ratio that physics gives to the times of two chips. Beside
-#: the ratio that the model predicts for pairs of measured chips, 90 % of products, attention,
-#: experts and passes err by 0.03 to 0.19 between chips of one architecture and by 0.09 to 0.61
-#: between architectures (norms of A40 beside A100 by 0.94), however far the ratio is from 1. Chosen
-#: between them, not fitted (docs/devices.md).
+#: Largest error, in logarithms, of the physical ratio of the times of two chips. Compared with the
+#: model's ratio for pairs of measured chips, 90 % of products, attention, experts and passes err by
+#: 0.03 to 0.19 between chips of one architecture and by 0.09 to 0.61 between architectures (norms
+#: of A40 relative to A100 by 0.94), however far the ratio is from 1. Chosen between them, not
+#: fitted (docs/devices.md).
 FAR = 0.35
-#: Distances of the ratio from 1, in logarithms, up to which a design counts as its base and as a
-#: sibling of it, and from which it lies outside the domain. The first is what a chip's own clock
-#: varies by, the second what siblings that were measured differ by (H100 and H200: 0.36), the third
-#: twice that.
+#: Log distances of the ratio from 1 up to which a design counts as its base, and as a sibling of
+#: it, and from which it is outside the domain. The first is the variation of a chip's clock, the
+#: second the difference of measured siblings (H100 and H200: 0.36), the third twice that.
 SAME, SIBLING, OUTSIDE = 0.03, 0.36, 0.72
-#: Least error of the ratio to a base of another architecture: the largest of the above between two
-#: of them, but for the norms.
+#: Least error of the ratio to a base of another architecture: the largest of the above between
+#: architectures, except for norms.
 OTHER_ARCHITECTURE = 0.61
 
 
 class Likeness(NamedTuple):
-    """How a design and its base are alike in what the ratio of physics does not see.
+    """Similarity of a design and its base in properties that the physical ratio ignores.
 
     Attributes:
-        akin: Whether they are of one architecture and have as many dies.
-        reuse: Bytes that tiles move on the design over those on the base, if they fill the shared
-            memory of a core: a product moves as many as the root of what holds its tiles is small
-            (Hong and Kung, I/O complexity: the red-blue pebble game, 1981).
+        akin: Whether they have the same architecture and number of dies.
+        reuse: Ratio of bytes moved by tiles that fill a core's shared memory: the traffic of a
+            product is inversely proportional to the square root of the tile memory (Hong and Kung,
+            I/O complexity: the red-blue pebble game, 1981).
     """
 
     akin: np.ndarray | bool = True
@@ -51,22 +50,22 @@ class Likeness(NamedTuple):
     @classmethod
     def of(cls, design: DeviceSpec, base: DeviceSpec) -> Likeness:
         """Compare two descriptions."""
-        # Of chips whose file leaves out the dies one is meant, or those of the base.
+        # A file without dies means one, or as many as the base.
         dies = design.dies or base.dies, base.dies or 1
         akin = design.architecture == base.architecture and (dies[0] or 1) == dies[1]
         shared, own = base.shared_bytes_per_core, design.shared_bytes_per_core
-        # What a file leaves out tells nothing.
+        # Unspecified sizes are taken as equal.
         return cls(akin, float(np.sqrt(shared / own)) if shared and own else 1.0)
 
 
-#: Of a design that differs from its base in nothing but rates.
+#: Similarity of a design that differs from its base in rates only.
 ALIKE = Likeness()
 
 
 def drift(ratio: np.ndarray) -> np.ndarray:
-    """Half-width of the 90 % interval of a ratio that physics gives, in logarithms, ``(n,)``.
+    """Half-width of the 90 % interval of a physical ratio, in logarithms, shape ``(n,)``.
 
-    Small ratios are as uncertain as they are large; large ones no more than those of unlike chips.
+    The error of small ratios equals their size; that of large ones is limited to :data:`FAR`.
     """
     return np.asarray(FAR * np.tanh(np.abs(np.log(ratio)) / FAR))
 
@@ -77,19 +76,19 @@ def ends_of(
     ratio: np.ndarray,
     like: Likeness = ALIKE,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ends of a design's interval in seconds, shape ``(n,)`` each.
+    """Interval bounds of a design in seconds, shape ``(n,)`` each.
 
     Args:
-        ends: Those of its base.
-        latency: Of the base, in seconds.
+        ends: Bounds of its base.
+        latency: Latency of the base, in seconds.
         ratio: Time on the design over that on the base.
-        like: What the ratio does not see.
+        like: Properties that the ratio ignores.
     """
     half = np.maximum(drift(ratio), np.where(like.akin, 0.0, OTHER_ARCHITECTURE))
     fewer, more = np.minimum(like.reuse, 1.0), np.maximum(like.reuse, 1.0)
 
     def moved(end: np.ndarray) -> np.ndarray:
-        # Where nothing differs, the end is the base's to the bit.
+        # Without any difference, the bounds are exactly the base's.
         own = np.abs(np.log(end / latency))
         return np.asarray(np.hypot(own, half) - own)
 
@@ -98,7 +97,7 @@ def ends_of(
 
 
 def scope_of(scope: np.ndarray, ratio: np.ndarray, like: Likeness = ALIKE) -> np.ndarray:
-    """How well a design is known, by how well its base is and how far it is from that, ``(n,)``."""
+    """Scope of a design, from its base's scope and its distance from it, shape ``(n,)``."""
     far = np.where(like.akin, np.abs(np.log(ratio)), np.inf)
     known = scope != "unseen"
     found = np.where(known & (far > SAME), "sibling", scope)
@@ -106,22 +105,22 @@ def scope_of(scope: np.ndarray, ratio: np.ndarray, like: Likeness = ALIKE) -> np
 
 
 def is_near(ratio: np.ndarray, like: Likeness = ALIKE) -> np.ndarray:
-    """Whether what was learned of the base still describes a design, bool, shape ``(n,)``."""
+    """Mask of designs that their base still represents, shape ``(n,)``."""
     return np.asarray((np.abs(np.log(ratio)) < OUTSIDE) & like.akin)
 
 
 def why_far(name: str, base: str, ratio: float) -> str:
-    """The reason why a design is outside the domain, in words."""
+    """A message on why a design is outside the domain."""
     return f"{name} takes {ratio:.2g} times as long as {base}, farther than measured siblings lie"
 
 
 def roofline_ratio(
     kernels: Sequence[Kernel], design: DeviceSpec, base: DeviceSpec
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Time on a design over that on its base by roofline and floor, and its bounds, ``(n,)`` each.
+    """Time on a design over that on its base by roofline and floor, shape ``(n,)``.
 
     Returns:
-        The ratio, 1 for kernels that take no time; what limits each kernel on the design.
+        The ratio, 1 for kernels that take no time; the limiting term of each kernel on the design.
     """
     line = roofline(kernels, design)
     here, there = line.latency_s + design.floor, roofline(kernels, base).latency_s + base.floor
@@ -131,21 +130,21 @@ def roofline_ratio(
 def on_design(
     found: KernelPrediction, kernels: Sequence[Kernel], design: DeviceSpec, base: DeviceSpec
 ) -> KernelPrediction:
-    """Move predictions from a base to a design of it by the ratio of their rooflines.
+    """Scale predictions on a base to a design of it by the ratio of their rooflines.
 
     Args:
-        found: Of the kernels on the base.
+        found: Predictions of the kernels on the base.
         kernels: ``n`` kernels.
         design: The device to predict for.
-        base: The device that it was made of.
+        base: The device that it is based on.
     """
     if not kernels:
         return found
     ratio, bound = roofline_ratio(kernels, design, base)
     like = Likeness.of(design, base)._replace(reuse=1.0)
     lo, hi = ends_of((found.lo, found.hi), found.latency, ratio, like)
-    # Not below what bounds the design, unless the base's answer is below its own bound, as where
-    # caches hold more than physics knows.
+    # Not below the design's physical limit, unless the base's prediction is below its own limit,
+    # such as if caches hold more than the physics assumes.
     below = np.minimum(found.latency / np.maximum(least_seconds(kernels, base), SMALLEST), 1.0)
     least = least_seconds(kernels, design) * below
     latency = np.maximum(found.latency * ratio, least)

@@ -1,10 +1,10 @@
-"""Decides whether a kernel lies within a model's training domain.
+"""Decides whether a kernel is within a model's training domain.
 
-For every cell (platform × kind) and every pair of a few key features, a coarse 2-D grid remembers
-where training kernels lie (grown by one square, so that neighbours count). The score of a kernel is
-the share of pairs that put it on an occupied square; squares outside the trained range are never
-occupied. It is in the domain if its score reaches a threshold that 95 % of held-out samples reach.
-Pairs catch combinations that ranges miss, and cost one table look-up each.
+For every cell (platform × kind) and every pair of a few key features, a coarse 2-D grid marks the
+squares of training kernels (and their neighbours). The score of a kernel is the fraction of pairs
+that put it on an occupied square; squares outside the trained range are never occupied. It is in
+the domain if its score reaches a threshold that 95 % of held-out samples reach. Pairs detect
+combinations that ranges miss, and cost one table look-up each.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 from ...common.units import plain
 from ..core.kernel_table import CELLS, KernelTable, by_cell
 
-#: Squares per axis inside the trained range; one more on each side lies outside. Finer grids leave
+#: Squares per axis inside the trained range; one more on each side is outside. Finer grids leave
 #: holes between training kernels, coarser ones accept everything. Engineering estimate.
 GRID = 16
-#: Most key features: the pairs, and so the table, grow with the square of their number.
+#: Most key features: the number of pairs, and so the table, grows with the square.
 MAX_KEYS = 8
-#: Share of held-out samples that may be called out of domain: the false-alarm rate of the check.
+#: Fraction of held-out samples called out of domain: the false-alarm rate of the check.
 OUTSIDE_SHARE = 0.05
-#: Key features, if the table has them, most telling first: time and what bounds it, size, layout
-#: and device. Engineering choice.
+#: Preferred key features, most informative first: time and its limit, size, layout and device.
+#: Engineering choice.
 PREFERRED = (
     "log_roofline_floor",
     "compute_over_memory",
@@ -79,7 +79,7 @@ class Domain:
         return domain
 
     def score(self, table: KernelTable) -> np.ndarray:
-        """Share of feature pairs on an occupied square, shape ``(n,)``."""
+        """Fraction of feature pairs on an occupied square, shape ``(n,)``."""
         return np.asarray(self.occupancy(table).mean(axis=1))
 
     def occupancy(self, table: KernelTable) -> np.ndarray:
@@ -103,22 +103,22 @@ class Domain:
         return np.asarray(self.low + GRID * self.step)
 
     def contains(self, table: KernelTable) -> np.ndarray:
-        """Whether each kernel lies in the domain, bool, shape ``(n,)``."""
+        """Whether each kernel is in the domain, bool, shape ``(n,)``."""
         # The score is a ratio of small integers: rounding must not decide a tie.
         return np.asarray(self.score(table) >= self.threshold - 1e-12)
 
     def reasons(self, table: KernelTable) -> list[str]:
-        """Reasons why the first row of a table lies outside the domain.
+        """Reasons why the first row of a table is outside the domain.
 
         Returns:
-            One text for each feature out of its trained range, then one for each pair of features
-            in range that no training row has together.
+            One text per feature out of its trained range, then one per pair of features in range
+            that no training row combines.
         """
         names = [table.names[column] for column in self.keys]
         value = table.X[0, self.keys].astype(np.float64)
         reasons, odd = [], set()
         for place, name in enumerate(names):
-            # Tolerances for values that went through 32 bits.
+            # Tolerances for values stored in 32 bits.
             if not self.low[place] <= value[place] <= self.high[place] * (1 + 1e-6) + 1e-12:
                 odd.add(place)
                 reasons.append(
@@ -133,11 +133,11 @@ class Domain:
     def calibrate(self, scores: np.ndarray) -> None:
         """Set the threshold from the scores of held-out samples."""
         if len(scores):
-            # Above zero: a kernel that no pair supports is never in the domain.
+            # Above zero: a kernel without any supported pair is never in the domain.
             self.threshold = max(float(np.quantile(scores, OUTSIDE_SHARE)), 1e-6)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays to save; the squares packed into bits."""
+        """Arrays to save, with squares packed into bits."""
         return {
             "domain_keys": self.keys,
             "domain_low": self.low,
@@ -149,7 +149,7 @@ class Domain:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> Domain:
-        """Read :meth:`to_arrays`'s arrays; cells that they do not list stay empty."""
+        """Read :meth:`to_arrays`'s arrays; missing cells stay empty."""
         packed = np.unpackbits(arrays["domain_occupied"], axis=-1, count=(GRID + 2) ** 2)
         nowhere = np.zeros(packed.shape[1:], packed.dtype)
         occupied = by_cell(arrays["domain_cells"], packed, nowhere).astype(bool)
@@ -164,7 +164,7 @@ class Domain:
     def _squares(self, table: KernelTable) -> np.ndarray:
         """Index of each row's square for every pair, int32, shape ``(n, pairs)``."""
         values = (table.X[:, self.keys] - self.low) / self.step
-        # The range's upper end belongs to the last inner square.
+        # The upper end of the range belongs to the last inner square.
         inner = np.where((values >= GRID) & (values <= GRID * (1 + 1e-6)), GRID - 1, values)
         axis = np.clip(np.floor(inner), -1, GRID).astype(np.int32) + 1
         if len(self.keys) < 2:
@@ -174,7 +174,7 @@ class Domain:
 
 
 def key_columns(table: KernelTable) -> np.ndarray:
-    """Columns of the key features: the preferred ones, else those that explain most variance."""
+    """Columns of the key features: the preferred ones, else those with the largest variance."""
     named = [table.names.index(name) for name in PREFERRED if name in table.names][:MAX_KEYS]
     if len(named) >= 2:
         return np.array(named)
@@ -195,7 +195,7 @@ def _sides(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _grown(grid: np.ndarray) -> np.ndarray:
     """Inner squares that are occupied or touch an occupied one; outer squares stay empty."""
-    # Dilation by a 3 × 3 square; what falls on the outer ring, outside the range, is dropped.
+    # Dilation by a 3 × 3 square; the outer ring, outside the range, stays empty.
     around = np.zeros_like(grid)
     size = grid.shape[-1]
     for i in (0, 1, 2):

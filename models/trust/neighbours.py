@@ -1,8 +1,8 @@
-"""Keeps training kernels in a compact table, to show which ones a prediction resembles.
+"""Compact table of training kernels, for showing which ones a prediction resembles.
 
-A row is a kernel on a device: its key features (the domain's), standardised and rounded to
-16 bits, its measured latency, its prediction by a model that had not seen it, and where it is from.
-At most :data:`MAX_ROWS` are kept, rare kinds whole, so that the file stays below 1 MB.
+A row is a kernel on a device: its key features (those of the domain), standardized and rounded to
+16 bits, its measured latency, its held-out prediction, and its origin. At most :data:`MAX_ROWS` are
+kept, with all of rare kinds, so that the file stays below 1 MB.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ..training_data.crossfit import CrossFit
     from ..training_data.prepared import PreparedDataset
 
-#: Most kernels kept: with about eight features of 16 bits each, this keeps the file below 1 MB.
+#: Most kernels to keep: with about eight features of 16 bits each, the file stays below 1 MB.
 MAX_ROWS = 16_000
-#: Characters kept of a program's name and of a kernel's hash.
+#: Characters to keep of a program's name and of a kernel's hash.
 _LABEL, _HASH = 32, 16
 
 
@@ -33,11 +33,11 @@ class Neighbour:
     """A measured kernel near another one.
 
     Attributes:
-        label: Family and program that it is from.
+        label: Family and program of origin.
         kind: Platform and kind, such as ``cpu/gemm``.
         device: Device that it was measured on.
         measured_us: Median measured latency.
-        predicted_us: Prediction by a model that had not seen it.
+        predicted_us: Prediction by a model fitted without it.
         distance: Root mean square difference of the key features, in standard deviations.
         kernel_hash: Its hash, cut to 16 characters.
     """
@@ -59,7 +59,7 @@ class NeighbourTable:
         keys: Names of the key features, shape ``(k,)``.
         mean: Means of the key features, shape ``(k,)``.
         scale: Their standard deviations, shape ``(k,)``.
-        values: Standardised key features, float16, shape ``(n, k)``.
+        values: Standardized key features, float16, shape ``(n, k)``.
         cell: Index into ``CELLS``, shape ``(n,)``.
         measured_s: Measured latencies, float32, shape ``(n,)``.
         predicted_s: Held-out predictions, float32, shape ``(n,)``.
@@ -68,8 +68,8 @@ class NeighbourTable:
         labels: Programs.
         device: Index into ``devices``, shape ``(n,)``.
         devices: Device names.
-        medians: Median of every feature by cell, float32, shape ``(cells, features)``; a cell
-            without rows has those of all rows.
+        medians: Median of every feature by cell, float32, shape ``(cells, features)``; those of all
+            rows for cells without rows.
     """
 
     keys: np.ndarray
@@ -88,7 +88,7 @@ class NeighbourTable:
 
     @classmethod
     def fit(cls, data: PreparedDataset, crossed: CrossFit) -> NeighbourTable:
-        """Keep the training kernels of a cross-fitting.
+        """Make a table from the training kernels of a cross-fitting.
 
         A kernel measured more than once on a device is one row with its median latency.
 
@@ -129,8 +129,8 @@ class NeighbourTable:
     def nearest(self, table: KernelTable, hashes: list[str], k: int = 3) -> list[list[Neighbour]]:
         """The nearest training kernels of every kernel of a table, nearest first.
 
-        They have the same platform and kind if there are any such, else any. Of equally near
-        kernels the same kernel comes first.
+        They have the same platform and kind if there are any, else any. Of equally near kernels,
+        the kernel itself comes first.
 
         Args:
             table: ``n`` kernels.
@@ -149,8 +149,7 @@ class NeighbourTable:
         rows = own if len(own) else np.arange(len(self))
         difference = self.values[rows].astype(np.float32) - value.astype(np.float32)
         distance = np.sqrt((difference**2).mean(axis=1))
-        # Rounding to 16 bits makes distinct kernels equally near: the kernel itself goes first
-        # among them.
+        # Rounding to 16 bits makes distinct kernels equally near: put the kernel itself first.
         other = self.hashes[rows] != digest[:_HASH].encode()
         order = np.lexsort((other, distance))[:k]
         return [self._neighbour(int(rows[i]), float(distance[i])) for i in order]
@@ -167,7 +166,7 @@ class NeighbourTable:
         )
 
     def to_bytes(self) -> bytes:
-        """As a compressed ``.npz``."""
+        """Convert to a compressed ``.npz``."""
         return pack({**self.__dict__, "cells": np.array(CELLS)})
 
     @classmethod
@@ -180,7 +179,7 @@ class NeighbourTable:
         """
         arrays = unpack(data)
         names = [str(name) for name in arrays.pop("cells")]
-        # Kinds that this version does not have any more count as "other".
+        # Kinds that this version lacks count as "other".
         place = np.array([CELLS.index(n) if n in CELLS else len(CELLS) - 1 for n in names])
         arrays["cell"] = place[arrays["cell"]].astype(np.int16)
         arrays["medians"] = by_cell(names, arrays["medians"], arrays["medians"][-1])
@@ -212,18 +211,18 @@ def _label(family: str, program: str) -> str:
 
 
 def _standardise(values: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Standardised values as float16, with mean and scale in the precision they are stored in."""
+    """Standardized values as float16, with mean and scale rounded to their stored precision."""
     shift, unit = mean.astype(np.float32), scale.astype(np.float32)
     # Clipped below the largest float16 (65,504), so that outliers do not become infinite.
     return np.asarray(np.clip((values - shift) / unit, -6e4, 6e4).astype(np.float16))
 
 
 def _sample(hashes: pd.Series, cell: np.ndarray) -> np.ndarray:
-    """Rows to keep, ascending: all of small cells, the rest of the room shared by large ones."""
+    """Rows to keep, ascending: all of small cells, with the remaining rows shared by large ones."""
     drawn = np.array([draw(h, 0) for h in hashes])
     kept: list[np.ndarray] = []
     cells, counts = np.unique(cell, return_counts=True)
-    # Small cells first: what they leave of their share goes to the larger ones.
+    # Small cells first: the unused part of their share goes to the larger ones.
     room = MAX_ROWS
     for done, index in enumerate(np.argsort(counts)):
         share = room // (len(cells) - done)
