@@ -1,8 +1,8 @@
 """The folder of a dataset under construction: rows in shards, failures and run records.
 
-A sample belongs to a run, and every run has a record. Finished programs of a device are those that
-its runs name in the shards and in ``failures.jsonl``; a kill at any moment leaves both readable, so
-a stopped run is resumed from the folder alone.
+Every sample belongs to a run, and every run has a record. The finished programs of a device are
+those of its runs in the shards and in ``failures.jsonl``. A kill at any moment leaves both
+readable, so a stopped run can be resumed from the folder alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, object]
 
-#: JSON lines, because a line can be appended without rewriting what is there.
+#: JSON lines, because a line can be appended without rewriting the file.
 FAILURES = "failures.jsonl"
 _MERGED = "samples.parquet"
 _SHARDS = "samples-*.parquet"
@@ -48,12 +48,12 @@ class RunWriter:
 
     Args:
         folder: The dataset's folder, which exists.
-        run_id: The run. If the folder has a record of it, the run is resumed.
+        run_id: The run, which is resumed if the folder has its record.
 
     Attributes:
         record: The run record; :meth:`save_record` writes it.
         resumed: Whether the folder had a record of the run.
-        samples: Rows written by this writer.
+        samples: Number of rows written by this writer.
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
@@ -68,23 +68,23 @@ class RunWriter:
         self.record: JsonObject = _own_record(path) if self.resumed else {"run_id": run_id}
 
     def add_rows(self, rows: Iterable[Mapping[str, object]], device: str) -> None:
-        """Keep rows until the next flush; they need no ``sample_id``, ``device`` and ``run_id``."""
+        """Buffer rows, without ``sample_id``, ``device`` and ``run_id``, until the next flush."""
         self._rows += [{**row, "device": device, "run_id": self.run_id} for row in rows]
 
     def add_failure(self, program: str, reason: str) -> None:
-        """Keep a failed program, with its reason, until the next flush."""
+        """Buffer a failed program, with its reason, until the next flush."""
         self._failures.append({"program": program, "reason": reason, "run_id": self.run_id})
 
     def drop_rows(self, programs: Iterable[str]) -> None:
-        """Drop rows that are not yet on disk, of programs that are to be measured again."""
+        """Drop buffered rows of programs that are to be measured again."""
         dropped = set(programs)
         self._rows = [row for row in self._rows if row["program"] not in dropped]
 
     def flush(self, part: str | None = None) -> None:
-        """Write a shard of the rows added since the last flush, and lines of the failures.
+        """Write a shard of the rows added since the last flush, and append the failures.
 
         Args:
-            part: Ends the shard's name; by default the number of shards that this writer has
+            part: Suffix of the shard's name; by default the number of shards that this writer has
                 written.
         """
         if self._rows:
@@ -107,14 +107,14 @@ class RunWriter:
 
 
 def add_failures(folder: Path, failures: Iterable[Mapping[str, str]]) -> None:
-    """Add programs that failed to a folder's list, with their reasons and runs."""
+    """Append failed programs, with their reasons and runs, to a folder's list."""
     lines = "".join(json.dumps(f, sort_keys=True) + "\n" for f in failures)
     if lines:
         _append_lines(folder / FAILURES, lines)
 
 
 def _append_lines(path: Path, text: str) -> None:
-    """Append whole lines; a half line left by a kill is closed first."""
+    """Append whole lines; a partial line left by a kill is terminated first."""
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -127,7 +127,7 @@ def _append_lines(path: Path, text: str) -> None:
 
 
 def done_programs(folder: Path, runs: Container[str] | None = None) -> set[str]:
-    """Return the keys of the programs that were measured or failed.
+    """Keys of the programs that were measured or failed.
 
     Args:
         folder: The dataset's folder.
@@ -143,7 +143,7 @@ def done_programs(folder: Path, runs: Container[str] | None = None) -> set[str]:
 
 
 def read_failures(folder: Path) -> list[dict[str, str]]:
-    """Read the failed programs with their reasons; a line cut off by a kill is skipped."""
+    """Read the failed programs with their reasons; a line truncated by a kill is skipped."""
     path = folder / FAILURES
     failures = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -179,7 +179,7 @@ def _own_record(path: Path) -> JsonObject:
 
 
 def replace_shards(folder: Path, frame: pd.DataFrame, *, max_bytes: float = 20e6) -> Path:
-    """Put one well compressed ``samples.parquet`` in the place of a dataset's shards.
+    """Replace a dataset's shards by one well compressed ``samples.parquet``.
 
     The new file is in place before the shards are removed, and loading a dataset drops duplicates,
     so a kill in between loses nothing.
@@ -187,17 +187,17 @@ def replace_shards(folder: Path, frame: pd.DataFrame, *, max_bytes: float = 20e6
     Args:
         folder: The dataset's folder.
         frame: Its rows.
-        max_bytes: Largest file; the default is a size that a git repository can bear.
+        max_bytes: Maximum file size; the default is acceptable in a git repository.
 
     Raises:
         DatasetError: The file would exceed ``max_bytes``; the shards are kept.
     """
     target = folder / _MERGED
     shards = list(folder.glob(_SHARDS))
-    # Equal texts side by side compress well.
+    # Equal texts next to each other compress well.
     ordered = frame.sort_values(["kind", "kernel_ir", "program"], kind="stable")
-    # zstd's highest regular level: the file is written once and read often. Checksums make damage
-    # an error rather than wrong labels.
+    # zstd's highest regular level: the file is written once and read often. Checksums turn damage
+    # into an error rather than wrong labels.
     with replacing(target) as partial:
         ordered.to_parquet(
             partial, index=False, compression="zstd", compression_level=19, write_page_checksum=True
@@ -224,21 +224,22 @@ def sample_rows(
     program: str,
     sources: tuple[str, str] = ("measured:trace", "measured:wall"),
 ) -> list[Row]:
-    """Make a row of each distinct kernel with a duration, and one of the program.
+    """Make one row per distinct kernel with a duration, and one for the program.
 
     Args:
         lowered: The program; kernels that take no time have no row.
-        durations: Seconds of every execution by the kernel's name.
-        wall: Seconds of whole executions; without any, or without kernels, no row of the program.
+        durations: Seconds of every execution, by kernel name.
+        wall: Seconds of whole executions; without any, or without kernels, the program has no row.
         family: Family of the program; ``op:…`` for a single op.
-        program: The column ``program``.
-        sources: Where the labels of kernels and of the program are from.
+        program: Value of the column ``program``.
+        sources: Source of the labels of kernels, and of the program.
 
     Returns:
         Rows without ``sample_id``, ``device`` and ``run_id``.
+        Rows without ``sample_id``, ``device`` and ``run_id``.
     """
     kernels = [k for k in lowered.kernels if k.takes_time]
-    # Where XLA split an op into several kernels, none of them alone labels the op.
+    # If XLA split an op into several kernels, none of them alone labels the op.
     single = family.startswith("op:") and len(kernels) == 1
     # Equal kernels of a program are one sample with more executions.
     pooled: dict[str, list[float]] = defaultdict(list)
@@ -259,7 +260,7 @@ def sample_rows(
 
 
 def kernel_row(kernel: Kernel, seconds: Sequence[float]) -> Row:
-    """The columns of a kernel with the seconds of its executions."""
+    """Columns of a kernel with the seconds of its executions."""
     return latency_columns(seconds) | {
         "kernel_hash": kernel.hash,
         "kernel_ir": kernel.ir,
@@ -273,7 +274,7 @@ def kernel_row(kernel: Kernel, seconds: Sequence[float]) -> Row:
 def _program_row(lowered: LoweredProgram, wall: Sequence[float], known: set[str]) -> Row:
     kernels = lowered.kernels
     text = schedule_to_json(lowered, known)
-    # The program's type is its heaviest kernel's.
+    # The program's dtype is that of its heaviest kernel.
     dtypes = [k.dtype for k in sorted(kernels, key=lambda k: k.flops + k.bytes)]
     return latency_columns(wall) | {
         "kernel_hash": hashlib.sha256(text.encode()).hexdigest()[: len(kernels[0].hash)],

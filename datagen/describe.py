@@ -1,4 +1,4 @@
-"""Describes a dataset and the noise of its labels: tables and a picture."""
+"""Summarises a dataset and the noise of its labels: tables and a plot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe(dataset: Dataset) -> dict[str, object]:
     operators = frame["level"] == "operator"
     names = frame["family"].str.removeprefix("op:")
     # Single ops have a family per opcode; one line for all of them keeps the table short. Library
-    # operators have a family that they are learned by: ``graph/context_attention``.
+    # operators have the family of their model: ``graph/context_attention``.
     single = frame["family"].str.startswith("op:") & ~operators
     families = names.where(operators, frame["family"]).mask(single, "op")
     kinds = names.str.split("/").str[-1].where(operators, frame["kind"])
@@ -62,13 +62,13 @@ def _range(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def noise_floor(frame: pd.DataFrame) -> dict[str, object]:
-    """How far labels of the same thing are apart: no model can do better on average.
+    """Differences between repeated measurements, a lower bound on any model's mean error.
 
     Returns:
         For levels ``kernels`` and ``programs``: ``replicates``, pairs of the same program measured
         in two processes; ``same_kernel``, neighbouring pairs of the same kernel in different
-        programs; ``within``, the spread (p90 - p10) / p50 of one measurement. Pairs are given as
-        ``pairs``, ``median_ape`` and ``mean_ape`` (absolute difference over the pair's mean).
+        programs; ``within``, the spread (p90 - p10) / p50 of one measurement. Pairs are summarised
+        as ``pairs``, ``median_ape`` and ``mean_ape`` (absolute difference over the pair's mean).
     """
     whole = frame["level"] == "program"
     return {"kernels": _noise(frame[~whole]), "programs": _noise(frame[whole])}
@@ -92,7 +92,7 @@ def _noise(frame: pd.DataFrame) -> dict[str, object]:
 
 
 def _pairs(frame: pd.DataFrame, by: list[str]) -> np.ndarray:
-    """Labels of neighbouring rows of each group, ``(n_pairs, 2)``."""
+    """Labels of neighbouring rows within each group, shape ``(n_pairs, 2)``."""
     pairs = [
         np.stack([values[:-1], values[1:]], axis=1)
         for _, group in frame.groupby(by, sort=False)["latency_us_p50"]
@@ -115,7 +115,7 @@ def _run_summary(record: JsonObject) -> JsonObject:
 
 
 def tables(description: JsonObject) -> dict[str, pd.DataFrame]:
-    """Return the parts of a description as tables, for printing."""
+    """The parts of a description as tables, for printing."""
     counted = ("by_level", "by_kind", "by_family", "by_dtype", "by_device")
     tables = {
         name: pd.DataFrame(

@@ -1,1 +1,1 @@
-"""Datasets of kernels labelled with their compiler's own estimates."""
+"""Datasets of kernels labelled with their compiler's estimates."""

@@ -1,4 +1,4 @@
-"""Many independent programs as one module, so that a compiler's fixed cost is paid once."""
+"""Merges independent programs into one module, so that a compiler's fixed cost is paid once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SYMBOL = re.compile(r"@([A-Za-z_][\w.$-]*)")
 
 @dataclass(frozen=True)
 class MergedModule:
-    """Programs side by side in one module.
+    """Programs merged into one module.
 
     Attributes:
         data: StableHLO bytecode; the location of each op is its position, as
@@ -32,16 +32,15 @@ class MergedModule:
     starts: tuple[int, ...]
 
     def owners(self, kernels: Sequence[Kernel]) -> list[int]:
-        """Return the program that each kernel belongs to, by its position among the merged ones.
+        """Index of the program that each kernel belongs to.
 
-        A kernel without an origin (a copy that the compiler added) belongs to the
-        program whose value it reads, else to the program of its first reader; -1 where
-        neither is known.
+        A kernel without an origin (a copy that the compiler added) belongs to the program whose
+        value it reads, otherwise to the program of its first reader; -1 if neither is known.
         """
         if len(self.starts) == 1:
             return [0] * len(kernels)
         owners = [self._owner(kernel) for kernel in kernels]
-        # Forward along the operands first, then backward for what is left (operands precede their
+        # Forward along the operands first, then backward for the rest (operands precede their
         # readers, so one pass each way is enough).
         for place, kernel in enumerate(kernels):
             if owners[place] < 0:
@@ -61,7 +60,7 @@ class MergedModule:
 
 
 def merge_programs(programs: Sequence[str | bytes]) -> MergedModule:
-    """Put programs for one device side by side: the new main calls each with separate arguments.
+    """Merge programs for one device; the new main calls each with separate arguments.
 
     Args:
         programs: StableHLO as text or bytecode, each with a function ``main``.
@@ -70,7 +69,7 @@ def merge_programs(programs: Sequence[str | bytes]) -> MergedModule:
         ValueError: One of the programs is not a module.
     """
     parts = [_renamed(program, f"p{number}_") for number, program in enumerate(programs)]
-    # Written as text: a function of each program, and a main that hands all arguments through.
+    # As text: the functions of all programs, and a main that passes all arguments through.
     calls, parameters, results, types = [], [], [], []
     for number, (_, inputs, outputs) in enumerate(parts):
         names = [f"%a{number}_{i}" for i in range(len(inputs))]
@@ -101,7 +100,7 @@ def _renamed(program: str | bytes, prefix: str) -> tuple[str, list[str], list[st
     inputs, outputs = list(map(str, kind.inputs)), list(map(str, kind.results))
     text = "\n".join(str(op) for op in module.body.operations)
 
-    # Only symbols that the program defines: others name targets of custom calls.
+    # Only symbols that the program defines: others are targets of custom calls.
     def rename(match: re.Match[str]) -> str:
         name = match[1]
         return f"@{prefix}{name}" if name in by_name else match[0]
@@ -119,7 +118,7 @@ def _attribute(function: ir.OpView | ir.Operation, name: str) -> Any:
 
 
 def _starts(module: ir.Module, count: int) -> tuple[int, ...]:
-    """Where each program's first function is among the ops, which follow in order."""
+    """Position of each program's first function among the ops, which follow in order."""
     starts: dict[int, int] = {}
     for position, op in enumerate(walk_ops(module)):
         if op.operation.name == "func.func" and (own := re.match(r"p(\d+)_", _name(op))):

@@ -1,7 +1,6 @@
-"""What a compile run compiles: rounds of single ops, random programs and the zoo.
+"""Programs of a compile run: rounds of single ops, random programs and the zoo.
 
-A round depends on its number and the seed alone, so a run that was stopped resumes with the next
-one.
+A round depends only on its number and the seed, so a stopped run resumes with the next round.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from ..programs.draws import DATA
 from ..programs.random_program import random_program
 from ..programs.single_op import OPCODES, sample_op
 
-#: Most bytes and work of a generated program: a merged module of two dozen fits the memory of every
-#: TPU, 16 GB of a v5e at least.
+#: Maximum bytes and FLOPs of a generated program: a merged module of two dozen fits the memory of
+#: every TPU, 16 GB for a v5e at least.
 MAX_BYTES, MAX_FLOPS = 256e6, 1e11
-#: Bounds of a large op, which is a separate module: most bytes and work, and the least of either.
+#: Bounds of a large op, which is a separate module: maximum bytes and FLOPs, and minimum of either.
 LARGE_BYTES, LARGE_FLOPS = 4e9, 4e12
 LEAST_BYTES, LEAST_FLOPS = 1e8, 2e10
 #: Ops that are left out, and those that are drawn large.
 SKIPPED_OPS, LARGE_OPS = frozenset(DATA["compile"]["skipped"]), DATA["compile"]["large"]
 #: Draws until a large op is large enough; the last one is taken as it is.
 _ATTEMPTS = 12
-#: Part of the seeds of each stream: streams must not share random numbers.
+#: Seed component of each stream: streams must not share random numbers.
 _STREAMS = {"op": 31, "random": 32, "zoo": 33, "large": 34}
 
 
@@ -51,12 +50,12 @@ class CompilePlan:
     """Sizes of a round.
 
     Attributes:
-        ops: Programs of a single op, merged into one module.
-        random: Random programs, merged into one module.
-        suite: Suite of the zoo; rounds take its programs until all are done. Empty for none.
+        ops: Number of single-op programs, merged into one module.
+        random: Number of random programs, merged into one module.
+        suite: Suite of the zoo, whose programs are taken until all are done. Empty for none.
         seed: Seed of everything random.
-        zoo: Programs of the zoo, each a separate module.
-        large: Single ops at the size of large models, each a separate module.
+        zoo: Number of zoo programs, each a separate module.
+        large: Number of single ops at the size of large models, each a separate module.
     """
 
     ops: int = 16
@@ -67,7 +66,7 @@ class CompilePlan:
     large: int = 0
 
     def round(self, number: int) -> list[CompileItem]:
-        """Return the programs of a round, ops first.
+        """Programs of a round, ops first.
 
         Raises:
             ProfileError: The zoo has no such suite.
@@ -105,7 +104,7 @@ class CompilePlan:
         from ..zoo import build
 
         programs = zoo_suite(self.suite)
-        # Shuffled by the seed alone, so that a short run sees many families and none twice.
+        # Shuffled by the seed alone, so that a short run covers many families without repetition.
         order = np.random.default_rng([self.seed, _STREAMS["zoo"]]).permutation(len(programs))
         items = []
         for index in order[number * self.zoo : (number + 1) * self.zoo].tolist():

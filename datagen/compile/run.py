@@ -1,8 +1,8 @@
 """A compile run: labels for kernels of absent TPUs, from their compiler's estimates.
 
-The TPU's compiler writes the cycles that it expects of each kernel into every optimised module.
-These are a compiler's estimates, not measurements. Programs are small and independent, so many of
-them share a module and a compile process, whose fixed costs exceed those of most kernels.
+The TPU compiler writes the estimated cycles of each kernel into every optimised module. These are
+estimates, not measurements. Programs are small and independent, so many of them share a module and
+a compiler process, whose fixed costs exceed those of most kernels.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from .plan import CompileItem, CompilePlan
 
 logger = logging.getLogger(__name__)
 
-#: Source of such rows: estimates of a compiler, not measurements.
+#: Value of the column ``source``: compiler estimates, not measurements.
 SOURCE = "compiler:libtpu"
-#: Seconds for one module, after which the compiler counts as stuck: several times what a round of
-#: merged programs takes.
+#: Seconds per module after which the compiler counts as stuck: several times the duration of a
+#: round of merged programs.
 _TIMEOUT_S = 240.0
 
 
@@ -58,11 +58,11 @@ class CompileResult:
 
     Attributes:
         folder: Folder of the dataset.
-        samples: Rows written, kernels that were met again included.
-        programs: Programs compiled, one for each device.
-        failed: Programs that the compiler refused.
-        elapsed_s: Seconds that it took.
-        stopped: ``budget``, ``done`` (nothing is left of the plan) or ``interrupted``.
+        samples: Rows written, including kernels that occurred before.
+        programs: Programs compiled, counted once per device.
+        failed: Programs that the compiler rejected.
+        elapsed_s: Duration in seconds.
+        stopped: ``budget``, ``done`` (the plan is complete) or ``interrupted``.
     """
 
     folder: Path
@@ -81,10 +81,10 @@ def compile_dataset(
     plan: CompilePlan | None = None,
     progress: bool = True,
 ) -> CompileResult:
-    """Compile programs for TPUs and keep the compiler's estimates, until the budget ends.
+    """Compile programs for TPUs and record the compiler's estimates, until the budget ends.
 
-    It can be stopped at any point, and resumes when called again with the same folder, plan and
-    devices; no device is behind another by more than one round.
+    The run can be stopped at any point, and resumes when called again with the same folder, plan
+    and devices; no device lags another by more than one round.
 
     Args:
         out: Folder of the dataset.
@@ -94,7 +94,7 @@ def compile_dataset(
         progress: Whether to show progress.
 
     Raises:
-        CompilerError: The TPU's compiler is not installed or does not start.
+        CompilerError: The TPU compiler is not installed or does not start.
         DatasetError: A device is not a TPU.
     """
     folder = Path(out)
@@ -128,8 +128,8 @@ def _totals(runs: Sequence[_DeviceRun]) -> dict[str, int]:
 def merge_dataset(folder: Path | str) -> Dataset:
     """Merge a dataset's shards into one file, with one row for each kernel and device.
 
-    Records get the devices as the catalogue describes them now: of its figures only the clock is
-    part of a label, and where that has changed a record stays as it is.
+    Records get the current catalogue descriptions of their devices. Only the clock affects labels;
+    if it has changed, a record stays as it is.
 
     Raises:
         DatasetError: There is no dataset.
@@ -158,7 +158,7 @@ class _DeviceRun:
 
     Attributes:
         device: The device.
-        rounds: Rounds of the plan that are done.
+        rounds: Number of finished rounds of the plan.
         counts: Samples, programs and failures of this call.
     """
 
@@ -171,7 +171,7 @@ class _DeviceRun:
         self.device = device
         self.counts = dict.fromkeys(_COUNTS, 0)
         self._plan = plan
-        # The bar of the run is shown instead of one per module.
+        # The progress bar of the run is shown instead of one per module.
         self._settings = CompileSettings(timeout_s=_TIMEOUT_S, progress=False)
         self._target: CompileTarget = target_of(device)
         self._run = RunWriter(folder, self._run_id())
@@ -196,7 +196,7 @@ class _DeviceRun:
         }
 
     def _run_id(self) -> str:
-        # Another compiler or plan is another run: its rounds are not comparable.
+        # A different compiler or plan is a different run: its rounds are not comparable.
         text = f"{self._target.compiler.version} {sorted(asdict(self._plan).items())}"
         return f"{self.device.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
@@ -206,6 +206,7 @@ class _DeviceRun:
         A kill in between repeats the round, whose shard then replaces itself.
 
         Returns:
+            Whether there was something left to do.
             Whether there was something left to do.
         """
         start = time.monotonic()
@@ -251,7 +252,7 @@ class _DeviceRun:
         except CompilerError as error:
             if len(data) == 1:
                 return [error]
-            # One of them took too long or crashed the process: run each in its own process.
+            # One of them took too long or crashed the process: run each in a separate process.
             return [self._results([module])[0] for module in merged]
 
     def _fail(self, item: CompileItem, error: LoweringError) -> None:
@@ -262,7 +263,7 @@ class _DeviceRun:
 
 
 def _groups(items: Sequence[CompileItem]) -> list[list[CompileItem]]:
-    """Group the programs that share a module: ops, random programs, and each other one alone."""
+    """Group the programs that share a module: ops, random programs, and all others one by one."""
     groups: dict[str, list[CompileItem]] = {}
     for item in items:
         groups.setdefault(item.key.split("-")[0] if item.merged else item.key, []).append(item)
@@ -272,7 +273,7 @@ def _groups(items: Sequence[CompileItem]) -> list[list[CompileItem]]:
 def estimated_rows(
     hlo: str, items: Sequence[CompileItem], device: DeviceSpec, merged: MergedModule | None = None
 ) -> list[dict[str, object]]:
-    """A row for each kernel with an estimate; ``latency = cycles / clock``.
+    """One row per kernel with an estimate; ``latency = cycles / clock``.
 
     Kernels without one (collectives, asynchronous copies, select-and-scatter, some fusions) get no
     row.
@@ -280,7 +281,7 @@ def estimated_rows(
     Args:
         hlo: Optimised module.
         items: The programs in it, one if it is not merged.
-        device: Device whose clock turns cycles into time.
+        device: Device whose clock converts cycles to time.
         merged: Merged module, which assigns ops to programs; None for a single program.
 
     Raises:
@@ -309,8 +310,8 @@ def estimated_rows(
 def without_doubles(frame: pd.DataFrame) -> pd.DataFrame:
     """Merge rows to one for each kernel and device, with the quantiles of its estimates.
 
-    ``repeats`` counts how often a kernel was met. The row belongs to a model's family if the kernel
-    is part of one, so that splits by family hold out whole models.
+    ``repeats`` counts the occurrences of a kernel. The row belongs to a model's family if the
+    kernel is part of one, so that splits by family hold out whole models.
 
     Args:
         frame: Rows with the dataset's columns.

@@ -1,1 +1,1 @@
-"""Spreads programs over devices with XLA's partitioner, which runs in a separate process."""
+"""Programs of one device spread over a mesh, with XLA's own partitioner."""

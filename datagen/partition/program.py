@@ -1,10 +1,10 @@
-"""Spreads a program that is written for one device over several, with XLA's own partitioner.
+"""Distributes a single-device program over several devices with XLA's own partitioner.
 
 Arguments that a program returns updated (donated ones: parameters and the optimiser's state) are
-its state; the batch is cut along its first dimension. ``dp`` keeps the state whole on every device,
-``fsdp`` cuts the largest dimension of each of its arrays and gathers parameters where products use
-them, so that activations stay cut along the batch. Everything in between is up to the partitioner;
-as for the zoo, it runs over virtual CPU devices.
+its state; the batch is split along its first dimension. ``dp`` replicates the state on every
+device; ``fsdp`` shards the largest dimension of each of its arrays and gathers parameters where
+products use them, so that activations stay split along the batch. The partitioner decides
+everything in between; as for the zoo, it runs over virtual CPU devices.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
     from ...features.ir.mlir.attention_calls import CallAxis, CallSplit
 
-#: Times that a step moves its parameters by collectives, above which something else is moved. FSDP
-#: gathers them for the forward and the backward pass and reduces their gradients: three times.
+#: Collective traffic of a step, as a multiple of the parameters, above which activations must be
+#: moved too. FSDP gathers parameters for the forward and the backward pass and reduces their
+#: gradients: three times.
 _MOST_MOVED = 4.0
 
 
@@ -52,9 +53,9 @@ class Partitioned:
 
     Attributes:
         path: The file.
-        moved_bytes: What a device puts into or gets out of collectives in a run, the larger of the
-            two for each.
-        parameter_bytes: Whole parameters: state that products read; 0 if none is known.
+        moved_bytes: Bytes that a device sends into or receives from collectives in a run, the
+            larger of the two for each.
+        parameter_bytes: Bytes of all parameters (state that products read); 0 if unknown.
         note: A remark for the user, or empty.
     """
 
@@ -70,19 +71,19 @@ def partition_program(
     """Write a partitioned program as StableHLO.
 
     Args:
-        program: StableHLO of one device, in any form; its batch is the global batch.
+        program: StableHLO for one device, in any form; its batch is the global batch.
         mesh: Sizes by axis: ``dp``, ``fsdp``.
         path: File to write.
-        batch: Numbers of the arguments that are cut along their first dimension; by default those
-            that are not donated and have one that can be cut.
+        batch: Numbers of the arguments that are split along their first dimension; by default those
+            that are not donated and have a divisible one.
         format: ``text`` or ``bytecode``.
 
     Returns:
-        The file, and how much its collectives move.
+        The file, and the traffic of its collectives.
 
     Raises:
-        PlanError: The mesh is malformed or has another axis, or an argument cannot be cut.
-        ProgramError: The program is for several devices already, or its batch is unknown.
+        PlanError: The mesh is malformed or has another axis, or an argument cannot be split.
+        ProgramError: The program is already for several devices, or its batch is unknown.
         LoweringError: The partitioner fails.
     """
     from ...features.ir.mlir.shardings import gathered_at_use, without_empty_meshes
@@ -106,7 +107,7 @@ def partition_program(
     shapes = [kind.shape for kind in kinds]
     donated = {number: output for output, number in own.aliases}
     chosen = _batch(kinds, donated, batch, sizes, source.origin)
-    # Batch along its first dimension, state like a parameter without a name, the rest (seeds,
+    # The batch along its first dimension, state like a parameter without a name, the rest (seeds,
     # learning rates) replicated.
     cuts = [
         batch_spec(shape, sizes, f"argument {n}")
@@ -132,7 +133,7 @@ def partition_program(
 
 
 def _calls_cut(module: ir.Module, sizes: Mapping[str, int]) -> ir.Module:
-    """Cut calls of attention along the batch, as all axes do, where it can be divided."""
+    """Split attention calls along the batch over all axes, where divisible."""
     from ...features.ir.mlir.attention_calls import call_axes
     from ...features.ir.mlir.bindings import walk_ops
     from ...features.ir.mlir.shardings import constrained
@@ -154,11 +155,11 @@ def call_split(
     results: Sequence[Sequence[int]],
     mesh: Mapping[str, int],
 ) -> CallSplit:
-    """Shardings of a call that is cut along its batch and heads.
+    """Shardings of an attention call that is split along its batch and heads.
 
     Args:
-        axes: Where both are.
-        cuts: Axes of the mesh that cut each argument.
+        axes: Positions of the batch and of the heads.
+        cuts: Mesh axes that split the batch, and the heads.
         operands: Shapes of its operands.
         results: Shapes of its results.
         mesh: Sizes by axis.
@@ -177,7 +178,7 @@ def call_split(
 
 
 def partition_annotated(source: SourceProgram, format: str = "text") -> bytes:
-    """Partition a program along the shardings that it brings, Shardy's or GSPMD's.
+    """Partition a program along its own shardings, Shardy's or GSPMD's.
 
     Args:
         source: StableHLO for several partitions, according to its header.
@@ -187,8 +188,8 @@ def partition_annotated(source: SourceProgram, format: str = "text") -> bytes:
         StableHLO of one device, with explicit collectives.
 
     Raises:
-        ProgramError: The program is not for several partitions of one replica, or has collectives
-            already.
+        ProgramError: The program is not for several partitions of one replica, or already has
+            collectives.
         LoweringError: The partitioner fails.
     """
     own = source.program
@@ -215,7 +216,7 @@ def _run(
     origin: str,
     shardings: Mapping[str, object] | None = None,
 ) -> bytes:
-    """Return what the partitioner makes of a module, with its own shardings or given ones."""
+    """Partition a module, with its own shardings or given ones."""
     from ...features.ir.mlir.bindings import write_bytecode
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -233,7 +234,7 @@ def _run(
 
 
 def _summary(path: Path, partitioned: SourceProgram, parameters: float) -> Partitioned:
-    """Sum up the collectives of a partitioned program."""
+    """Summarise the collectives of a partitioned program."""
     from ...features.lowering.op import lower_op
 
     moved: dict[tuple[str, TensorType], float] = {}
@@ -261,14 +262,14 @@ def _summary(path: Path, partitioned: SourceProgram, parameters: float) -> Parti
 def sharding_text(
     cut: Sequence[str | tuple[str, ...] | None], rank: int, mesh: Mapping[str, int]
 ) -> str:
-    """Return a sharding in XLA's syntax, such as ``{devices=[4,1]<=[4]}``.
+    """A sharding in XLA's syntax, such as ``{devices=[4,1]<=[4]}``.
 
-    That is HloSharding's V2 form: tiles per dimension, then the iota of devices with an optional
-    transposition; a last tile dimension may stand for replication.
+    This is HloSharding's V2 form: tiles per dimension, then the iota of devices with an optional
+    transposition; a last tile dimension may represent replication.
 
     Args:
-        cut: Axes that cut each of the first dimensions; others stay whole.
-        rank: Dimensions of the array.
+        cut: Axes that split each of the first dimensions; others stay whole.
+        rank: Number of dimensions of the array.
         mesh: Sizes by axis, outermost first; devices are numbered in that order.
     """
     axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in cut]
@@ -276,14 +277,14 @@ def sharding_text(
     used = [axis for own in axes for axis in own]
     if not used:
         return "{replicated}"
-    # Axes that cut nothing replicate the array over their devices.
+    # Axes that split nothing replicate the array over their devices.
     left = [axis for axis in mesh if axis not in used]
     tiles = [prod(mesh[a] for a in own) for own in axes]
     tiles += [prod(mesh[a] for a in left)] if left else []
     names = list(mesh)
-    # Tiles follow the array's dimensions, devices the axes of the mesh: transpose where the two
-    # orders differ. Axes that stay neighbours are one dimension of the iota: XLA reads no other
-    # form, and drops the sharding without a word.
+    # Tiles follow the array's dimensions, devices the axes of the mesh: transpose if the two
+    # orders differ. Axes that stay neighbours must be one dimension of the iota: XLA silently drops
+    # a sharding in any other form.
     runs: list[list[int]] = []
     for number in (names.index(axis) for axis in (*used, *left)):
         if runs and number == runs[-1][-1] + 1:
@@ -300,7 +301,7 @@ def sharding_text(
 
 
 def _first_sizes(kinds: Sequence[TensorType], donated: Mapping[int, int]) -> list[int]:
-    """First dimensions of arguments that may be a batch: donation distinguishes them from state."""
+    """First dimensions of arguments that may be a batch, as opposed to donated state."""
     if not donated:
         return []
     return sorted(
@@ -319,7 +320,7 @@ def _batch(
     mesh: Mapping[str, int],
     where: str,
 ) -> set[int]:
-    """Return the numbers of the arguments that are cut along the batch."""
+    """Numbers of the arguments that are split along the batch."""
     if given is not None:
         wrong = [n for n in given if not 0 <= n < len(kinds)]
         if wrong:
@@ -330,7 +331,7 @@ def _batch(
             )
         return set(given)
     parts = prod(mesh.values())
-    # Whatever is not state and can be cut. A program without donation gives no hint at all.
+    # Everything that is not state and is divisible. A program without donation gives no hint.
     leading = {
         n
         for n, kind in enumerate(kinds)

@@ -1,7 +1,7 @@
 """Partitions a workload or a program with XLA's partitioner, over virtual devices.
 
 Started as ``python -m opcast.datagen.partition.worker``, with one JSON message per job. It is a
-process of its own because the flag that makes virtual devices is only read when JAX starts.
+separate process because the flag that creates virtual devices is only read when JAX starts.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from .workload import Spec
 
 
-#: Passes that XLA dumps after: its partitioners, and the one behind them, whose file says that
-#: theirs is whole.
+#: Passes after which XLA dumps the module: its partitioners, and the pass after them, whose file
+#: indicates that theirs is complete.
 _DUMPED = "spmd-partitioning|shardy-xla|control-dep-rewriter"
 _BEHIND = "*after_control-dep-rewriter*"
-#: Seconds between looks for that file.
+#: Seconds between checks for that file.
 _POLL_S = 0.02
 
 
 def main() -> None:
     """Read jobs, compile, and leave the partitioner's dump in each job's folder.
 
-    The answer comes as soon as the dump is whole, while XLA still compiles: who asks ends the
-    process then, which spares it the code of a CPU, half of the time.
+    The answer is sent as soon as the dump is complete, while XLA still compiles: the parent then
+    ends the process, which saves code generation for the CPU, half of the time.
     """
     channel = Channel()
     for message in channel:
@@ -51,19 +51,19 @@ def main() -> None:
 
 
 def _tell(folder: Path, channel: Channel) -> None:
-    """Answer once the partitioner has written; in a version with other passes, never."""
+    """Answer when the partitioner has written its dump; never if XLA's passes differ."""
     while not any(folder.glob(_BEHIND)):
         time.sleep(_POLL_S)
     channel.send(b"done")
 
 
 def partition_program(job: JsonMapping) -> None:
-    """Compile the program of a file under the shardings of a job and dump the partitioner's result.
+    """Compile a program under the shardings of a job and dump the partitioner's result.
 
     Args:
-        job: ``program``, a file of a module; ``devices``, how many; ``dump``, a folder;
+        job: ``program``, the file of a module; ``devices``, their number; ``dump``, a folder;
             ``arguments`` and ``outputs``, the shardings of its arguments and of some of its results
-            by number. Without them the module brings its own.
+            by number. Without them the module's own shardings apply.
     """
     from ...features.ir.jax_compat import compile_module
     from ...features.ir.mlir.bindings import parse_module
@@ -79,7 +79,7 @@ def partition_program(job: JsonMapping) -> None:
     try:
         compile_module(module, 1, job["devices"], dump_flags(job["dump"]))
     except Exception:
-        # Passes behind the partitioner do not matter: a CPU has no code for the libraries
+        # Passes after the partitioner do not matter: a CPU has no code for the libraries
         # of a GPU.
         if not partitioner_dumps(Path(job["dump"])):
             raise
@@ -90,7 +90,7 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
 
     Args:
         family: Family of the zoo.
-        settings: Its settings.
+        settings: Settings of the family.
         mesh: Sizes by axis.
         dump: Folder for the dump.
     """
@@ -105,8 +105,8 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
     grid = jax.sharding.Mesh(devices, tuple(mesh))
     train = settings.get("mode") == "train"
     *held, batch = workload.abstract_args
-    # Behind parameters and statistics stands the optimiser's state, or the caches of a decoding
-    # step.
+    # Parameters and statistics are followed by the optimiser's state, or by the caches of a
+    # decoding step.
     caches = [] if train else held[2:]
 
     def cut(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -139,8 +139,8 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
 
 
 def dump_flags(folder: str) -> JsonObject:
-    """Return options that make XLA dump its partitioner's result into a folder."""
-    # Only the partitioner's output is wanted: code generation runs without optimisation.
+    """Options that make XLA dump its partitioner's result into a folder."""
+    # Only the partitioner's output is needed: code generation runs without optimisation.
     return {
         "xla_dump_to": folder,
         "xla_dump_hlo_as_text": True,
@@ -153,7 +153,7 @@ def dump_flags(folder: str) -> JsonObject:
 def _sharded(leaf: jax.ShapeDtypeStruct, grid: Mesh, spec: Spec) -> jax.ShapeDtypeStruct:
     import jax
 
-    # JAX has no annotations for these, and a strict checker refuses calls of such functions.
+    # JAX has no annotations for these, and a strict checker rejects calls of such functions.
     struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
     return struct(leaf.shape, leaf.dtype, sharding=_sharding(grid, spec))
 
@@ -166,11 +166,11 @@ def _sharding(grid: Mesh, spec: Spec) -> NamedSharding:
 
 
 def _out_shardings(outputs: PyTree, args: list[PyTree], train: bool, grid: Mesh) -> PyTree:
-    """Updated parameters and state lie where they came from; the rest as the partitioner likes."""
+    """Updated parameters and state keep their shardings; the partitioner chooses the others."""
     import jax
 
     if not train:
-        # A decoding step returns its updated caches behind the tokens.
+        # A decoding step returns its updated caches after the tokens.
         caches = [jax.tree.map(lambda leaf: leaf.sharding, arg) for arg in args[2:-1]]
         return (None, *caches) if caches else None
     # A training step returns parameters, statistics and optimiser state (its first three

@@ -1,12 +1,12 @@
 """Distributed StableHLO of a workload, with explicit collectives, on a machine without devices.
 
-XLA's partitioner runs for virtual CPU devices, as many as the mesh has. For CPUs it makes no
+XLA's partitioner runs for as many virtual CPU devices as the mesh has. For CPUs it creates no
 reduce-scatter: gradients of sharded parameters are all-reduced and sliced, which compilers for
 accelerators change later (as does ``opcast predict --cluster``).
 
-Axes are named by what they do: ``dp`` cuts the batch, ``fsdp`` the batch and the largest dimension
-of every parameter, ``tp`` the products of attention and feed-forward: columns of those that fan
-out, rows of those that bring the parts together (Shoeybi et al., Megatron-LM, 2019).
+Axes are named by their purpose: ``dp`` splits the batch, ``fsdp`` the batch and the largest
+dimension of every parameter, ``tp`` the products of attention and feed-forward: columns of the
+first product, rows of the second, which combines the parts (Shoeybi et al., Megatron-LM, 2019).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...features.ir.program import Program
 from ...features.ir.replica_groups import parse_replica_groups
 from ..zoo.registry import Setting, resolve
 
-#: Seconds after which partitioning is given up: large models over hundreds of devices take minutes
+#: Seconds after which partitioning is aborted: large models over hundreds of devices take minutes
 #: (engineering choice).
 TIMEOUT_S = 1800
 #: Compressed forms of replica groups: a named mesh with axes, or an iota list with an optional
@@ -40,7 +40,7 @@ _GROUPS = re.compile(
 
 #: Axes of a mesh in rank order, outermost first.
 AXES = ("dp", "fsdp", "tp")
-#: Parameters whose columns or rows are cut, by words of their path in the zoo.
+#: Parameters whose columns or rows are split, by words of their path in the zoo.
 _COLUMNS = ("query", "key", "value", "qkv", "gate", "up", "head", "fc1", "embedding", "words")
 _ROWS = ("out", "down", "fc2")
 
@@ -54,7 +54,7 @@ def export_partitioned(
 
     Args:
         name: Family of the zoo.
-        settings: Its settings; ``batch`` is the global batch.
+        settings: Settings of the family; ``batch`` is the global batch.
         mesh: Sizes by axis, such as ``fsdp=4,tp=2``.
         path: File to write.
         format: ``text`` or ``bytecode``.
@@ -63,8 +63,8 @@ def export_partitioned(
         The path written.
 
     Raises:
-        OpcastError: The family, a setting or the mesh is wrong, sizes do not fit one another, or
-            the partitioner fails.
+        OpcastError: The family, a setting or the mesh is wrong, sizes do not match, or the
+            partitioner fails.
     """
     if format not in ("text", "bytecode"):
         raise LoweringError(
@@ -81,10 +81,10 @@ def export_partitioned(
 
 
 def partitioned_hlo(name: str, settings: Mapping[str, Setting], mesh: Mapping[str, int]) -> str:
-    """Return the HLO text of one device's program after partitioning.
+    """HLO text of one device's program after partitioning.
 
     Raises:
-        LoweringError: The partitioner fails or leaves nothing.
+        LoweringError: The partitioner fails or leaves no program.
     """
     devices = prod(mesh.values())
     with tempfile.TemporaryDirectory() as scratch:
@@ -110,12 +110,12 @@ def read_dump(folder: Path, name: str) -> str:
 
 
 def partitioner_dumps(folder: Path) -> list[Path]:
-    """Files that XLA's partitioner wrote when it was done."""
+    """Files that XLA's partitioner wrote at its end."""
     return sorted(folder.glob("*after_spmd-partitioning*"))
 
 
 def expand_groups(text: str) -> str:
-    """Write out every compressed list of replica groups in HLO text, which converters need."""
+    """Write out every compressed list of replica groups in HLO text, as converters require."""
     # A large program repeats a few lists thousands of times.
     known: dict[str, str] = {}
 
@@ -134,11 +134,11 @@ def to_stablehlo(text: str, devices: int, format: str = "text") -> bytes:
 
     Args:
         text: HLO with its replica groups written out.
-        devices: Partitions that the program is one of.
+        devices: Number of partitions of the program.
         format: ``text`` or ``bytecode``.
 
     Raises:
-        LoweringError: The converter refuses it.
+        LoweringError: The converter rejects it.
     """
     from ...features.ir.jax_compat import hlo_to_stablehlo
     from ...features.ir.mlir.bindings import with_partitions, write_bytecode
@@ -158,7 +158,7 @@ def to_stablehlo(text: str, devices: int, format: str = "text") -> bytes:
 
 
 def run_worker(job: Mapping[str, object], devices: int) -> None:
-    """Run the worker on a job, with pretended devices.
+    """Run the worker on a job, with virtual devices.
 
     Raises:
         LoweringError: It fails, or takes too long.
@@ -187,7 +187,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Parse ``fsdp=4,tp=2`` into sizes by axis, outermost first.
 
     Raises:
-        PlanError: An axis is unknown or repeated, or a size is not a number from 1 on.
+        PlanError: An axis is unknown or repeated, or a size is not a positive number.
     """
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
@@ -205,7 +205,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def batch_spec(shape: tuple[int, ...], mesh: Mapping[str, int], where: str) -> Spec:
-    """Cut an input along its batch dimension.
+    """Sharding of an input along its batch dimension.
 
     Raises:
         PlanError: The batch is not a multiple of the axes' sizes.
@@ -224,7 +224,7 @@ def batch_spec(shape: tuple[int, ...], mesh: Mapping[str, int], where: str) -> S
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -> Spec:
-    """Cut a parameter, or the optimiser's state for it.
+    """Sharding of a parameter, or of the optimiser's state for it.
 
     Args:
         path: Names of the tree's keys, such as ``Block_0/attention/query/kernel``.
@@ -237,18 +237,18 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -
         spec[tensor] = "tp"
     if "fsdp" in mesh:
         free = [i for i in range(len(shape)) if spec[i] is None and shape[i] % mesh["fsdp"] == 0]
-        # By convention the largest dimension that divides.
+        # By convention the largest divisible dimension.
         if free:
             spec[max(free, key=lambda i: shape[i])] = "fsdp"
     return tuple(spec)
 
 
 def cache_spec(shape: tuple[int, ...], mesh: Mapping[str, int], where: str) -> Spec:
-    """Cut a cache of keys or values (batch, positions, heads, head size): batch and heads.
+    """Sharding of a KV cache (batch, positions, heads, head size): along batch and heads.
 
-    Tensor parallelism keeps the keys and values of a head on the rank that makes them (Pope et al.,
-    Efficiently Scaling Transformer Inference, 2022, section 3.3). Heads that ``tp`` does not divide
-    stay whole.
+    Tensor parallelism keeps the keys and values of a head on the rank that computes them (Pope et
+    al., Efficiently Scaling Transformer Inference, 2022, section 3.3). Heads that ``tp`` does not
+    divide stay whole.
 
     Raises:
         PlanError: The batch is not a multiple of the axes' sizes.
@@ -262,7 +262,7 @@ def cache_spec(shape: tuple[int, ...], mesh: Mapping[str, int], where: str) -> S
 
 def _tensor_dimension(path: str, shape: tuple[int, ...]) -> int | None:
     words = set(re.split(r"[^a-z0-9]+", path.lower()))
-    # Biases and scales stay whole. Rows are checked first, since a path may hold words of both.
+    # Biases and scales stay whole. Rows are checked first, since a path may contain words of both.
     if len(shape) < 2:
         return None
     if words & set(_ROWS):

@@ -1,4 +1,4 @@
-"""Fixed programs that are measured beside everything else, to separate noise from signal."""
+"""Fixed programs measured throughout a run, to separate noise from signal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .measure import Limits, Prepared
     from .runner import Pulse
 
-#: One core: 256 multiplications and additions in a row, each waiting for the one before, on so few
-#: elements that XLA's CPU backend keeps them on one thread.
+#: Length of a chain of dependent multiplications and additions for one core, on so few elements
+#: that XLA's CPU backend keeps them on one thread.
 _STEPS = 256
 
 
@@ -39,32 +39,32 @@ def _single() -> str:
 #: Anchors by name.
 ANCHORS: dict[str, str] = own_data("datagen/profile/anchors.toml") | {"single": _single()}
 
-#: Slow-down of the anchors over their best recent values that reveals another process: above their
-#: usual spread on a quiet host, below the factor of two of a shared core (engineering estimate; not
-#: fitted).
+#: Slow-down of the anchors relative to their best recent values that reveals another process: above
+#: their usual spread on a quiet host, below the factor of two of a shared core (engineering
+#: estimate; not fitted).
 DISTURBED = 1.35
-#: Values that "recent" covers, ten minutes at one check in half a minute: a slow drift of the clock
-#: with temperature does not count as a disturbance.
+#: Number of recent values: ten minutes at one check per half minute, so that a slow drift of the
+#: clock with temperature does not count as a disturbance.
 _RECENT = 20
 
 
 def anchor_items() -> list[Item]:
-    """Return the anchors as items of a plan."""
+    """Anchors as items of a plan."""
     return [
         Item("given", i, name=f"anchor-{name}", family="anchor", text=text)
         for i, (name, text) in enumerate(ANCHORS.items())
     ]
 
 
-#: Readings whose geometric mean stands for the machine's speed at a time: the two speeds of a
-#: processor that it shares with a neighbour alternate within seconds.
+#: Number of readings whose geometric mean is the machine's speed at a time: the two speeds of a
+#: processor that is shared with a neighbour alternate within seconds.
 READINGS = 6
 
 
 def read_anchors(
     prepared: Sequence[Prepared], limits: Limits, pulse: Pulse | None = None
 ) -> dict[str, float]:
-    """Measure compiled anchors once; returns median microseconds by name, of those with events."""
+    """Measure compiled anchors once; returns median microseconds by name, if they have events."""
     from .measure import measure
 
     for anchor in prepared:
@@ -82,7 +82,7 @@ def read_anchors(
 def present_anchors(readings: int = READINGS) -> dict[str, float]:
     """Measure the anchors on JAX's default device; geometric means over readings, microseconds.
 
-    It takes about half a second a reading, and a second to compile.
+    A reading takes about half a second, compilation a second.
     """
     from .measure import Limits, prepare
 
@@ -92,7 +92,7 @@ def present_anchors(readings: int = READINGS) -> dict[str, float]:
 
 
 def typical(readings: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the geometric mean of each anchor over readings."""
+    """Geometric mean of each anchor over readings."""
     names = {name for reading in readings for name in reading}
     return {
         name: statistics.geometric_mean(r[name] for r in readings if name in r)
@@ -126,7 +126,7 @@ class AnchorLog:
         return statistics.geometric_mean(ratios) if ratios else 1.0
 
     def spread(self) -> dict[str, float]:
-        """Return (p90 − p10) / median of each anchor over the run; 0 below two measurements."""
+        """(p90 − p10) / median of each anchor over the run; 0 below two measurements."""
         spreads = {}
         for name, series in self.values_us.items():
             cuts = statistics.quantiles(series, n=10) if len(series) > 1 else [0.0] * 9

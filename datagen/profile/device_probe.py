@@ -1,7 +1,7 @@
 """Measures a device: peaks, memory levels, floor, gaps and dispatch, in less than a minute.
 
-Durations are taken of single kernels in profiler traces, which exclude the host's dispatch.
-Rates come from medians over repeats; a peak is the best over several sizes.
+Durations are those of single kernels in profiler traces, which exclude the host's dispatch. Rates
+come from medians over repeats; a peak is the best over several sizes.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Sides of square products, from one that fills the device to one at its plateau; larger ones than
-#: these would take seconds on a slow device.
+#: Sides of square products, from one that fills the device to one at its plateau; larger ones would
+#: take seconds on a slow device.
 _MATRIX_SIZES = {"cpu": (256, 512, 1024), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
 # f32 comes first, because the budget may end before the others.
 _MATRIX_TYPES = ("float32", "bfloat16", "float16", "float64", "int8")
 _VECTOR_TYPES = ("float32", "bfloat16", "float16", "float64", "int32")
-#: Multiply-adds on each element of a chain: 128 FLOPs for 12 bytes are bound by arithmetic.
+#: Multiply-adds per element of a chain: 128 FLOPs for 12 bytes are bound by arithmetic.
 _CHAIN = 64
 #: Elements of a chain that XLA runs on one thread, since its CPU backend gives each thread at least
 #: 100,000 operations.
 _THREAD_ELEMENTS = 1024
-#: Bytes beyond any cache: 256 MiB on a CPU, 2 GiB on a GPU. The largest sets that the probe tries.
+#: Largest working sets of the probe, beyond any cache: 256 MiB on a CPU, 2 GiB on a GPU.
 _MEMORY_SET = {"cpu": float(1 << 28), "gpu": float(1 << 31)}
-#: A type whose product takes longer than this is not tried at the next size, which has eight times
-#: the work: types without hardware support would use up the budget.
+#: If a product of a type takes longer than this, the next size, with eight times the work, is
+#: skipped: types without hardware support would use up the budget.
 _SLOW_SECONDS = 0.1
-#: Executions behind a median: enough to outvote three disturbed ones.
+#: Executions per median: enough to outvote three disturbed ones.
 _REPEATS = 7
 #: Approximate resolution of the profiler's clock, in seconds; a floor of 0 would divide by zero.
 _MIN_FLOOR = 1e-7
@@ -61,7 +61,7 @@ def probe_device(budget_s: float) -> DeviceSpec:
     """Measure JAX's default device.
 
     Args:
-        budget_s: Seconds after which no further size or type is begun.
+        budget_s: Seconds after which no further size or type is started.
 
     Returns:
         The device, with every rate that could be measured in time.
@@ -113,10 +113,10 @@ def probe_device(budget_s: float) -> DeviceSpec:
 
 
 def probe_ceilings() -> DeviceSpec:
-    """Measure JAX's default device within seconds: f32 rates, one thread and main memory alone.
+    """Measure f32 rates, one thread and main memory of JAX's default device, within seconds.
 
-    Enough to see whether the device runs as it did (``identity.compare_ceilings``), too little to
-    predict with.
+    Sufficient to check that the device performs as before (``identity.compare_ceilings``), but not
+    to predict with.
 
     Raises:
         ProfileError: The profiler shows no kernel.
@@ -145,7 +145,7 @@ def probe_ceilings() -> DeviceSpec:
 
 
 def _described(device: jax.Device) -> dict[str, object]:
-    """Entries of a description beside the figures that programs are predicted from."""
+    """Entries of a description besides the rates used for predictions."""
     import jax
 
     about: dict[str, object] = {"device_kind": device.device_kind, "jax": jax.__version__}
@@ -173,7 +173,7 @@ def _rates(dtypes: Sequence[str], measure: Callable[[str], float], end: float) -
             break
         try:
             rate = measure(dtype)
-        except Exception as error:  # the compiler has many ways to refuse a type
+        except Exception as error:  # compilers reject types with various exceptions
             logger.info("%s cannot be measured: %s", dtype, error)
             continue
         if rate > 0:
@@ -194,7 +194,7 @@ def _kernel_seconds(
     runner = Runner(
         lambda arrays: [compiled(*arrays)], lambda _: args, aliases=[(0, 0)] if donate else []
     )
-    # The first execution warms up. About a second in all, but no fewer than three executions.
+    # The first execution warms up. About a second in all, but at least three executions.
     once = min(runner.step() for _ in range(2))
     repeats = max(3, min(repeats, int(1.0 / max(once, 1e-6))))
     durations = trace(lambda: [runner.step() for _ in range(repeats)])
@@ -233,7 +233,7 @@ def _matrix_rate(dtype: str, platform: str, end: float) -> float:
 
 
 def _vector_rate(dtype: str, platform: str) -> float:
-    """Measure the rate of a long chain of multiply-adds on data that fits into a near cache."""
+    """Rate of a long chain of multiply-adds on data that fits into a near cache."""
     # 256 KiB in f32 on a CPU, as large as a core's L2; an accelerator needs 2^24 elements to fill
     # its threads, and the chain's intensity makes up for the traffic.
     return _chain_rate(dtype, 1 << (16 if platform == "cpu" else 24), repeats=15)
@@ -276,7 +276,7 @@ def _memory_levels(platform: str, memory: float, end: float) -> tuple[MemoryLeve
 
 
 def _memory_rate(working_set: float) -> float:
-    """Return the bytes/s of an element-wise kernel on a number of bytes; 0 without events."""
+    """Bytes/s of an element-wise kernel on a working set; 0 without events."""
     count = int(working_set) // 12  # x and y are read, z is written, 4 bytes each
     x, y = _array((count,), "float32"), _array((count,), "float32")
     # In place, since fresh pages for a result cost more than moving the data.
@@ -289,8 +289,8 @@ def _axpy(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _cache_capacities() -> list[float]:
-    """Return the bytes of the caches from L2 outwards, summed over the cores of this process."""
-    # L1 is left out: there, instructions decide a kernel's time.
+    """Bytes of the caches from L2 outwards, summed over the cores of this process."""
+    # L1 is left out: there, instructions determine a kernel's time.
     cores = usable_cores()
     caches = sorted(host.cpu_caches().items())
     return [size * max(1, cores // shared) for level, (size, shared) in caches if level >= 2]
@@ -323,14 +323,15 @@ def levels_from_curve(
         if inside:
             levels.append(MemoryLevel(capacity, float(max(inside))))
             below = capacity
-    # Without a set beyond the caches the last one has to do.
+    # Without a set beyond the caches, the largest one is used.
     beyond = [r for s, r in zip(sizes, rates, strict=True) if s > 2 * below] or list(rates[-1:])
     levels.append(MemoryLevel(memory, float(np.median(beyond[-3:]))))
     kept = levels[-1:]
-    # From the outermost inwards, each against the next one that is kept. The last cache must be
-    # faster than memory by more than noise (5 %); nearer ones by more than two readings of one rate
-    # differ. On a shared machine one probe found an L2 of 131 GB/s within an L3 of 85 GB/s, and
-    # another none: a level that comes and goes moves all features relative to the nearest one.
+    # From the outermost inwards, each compared with the next one kept. The last cache must be
+    # faster than memory by more than noise (5 %); nearer ones by more than the difference between
+    # two readings of one rate. On a shared machine one probe found an L2 of 131 GB/s within an L3
+    # of 85 GB/s, and another none: an unstable level moves all features relative to the nearest
+    # one.
     for level in reversed(levels[:-1]):
         least = 1.05 if len(kept) == 1 else SAME_CLASS
         if level.bandwidth > least * kept[0].bandwidth:
@@ -339,31 +340,31 @@ def levels_from_curve(
 
 
 def _knee(sizes: Sequence[float], rates: Sequence[float]) -> list[float]:
-    """Return the largest working set that runs well above the bandwidth of memory."""
+    """The largest working set that runs well above the bandwidth of memory."""
     if len(rates) < 3:
         return []
     # The geometric mean of cache and memory bandwidth marks the transition. The last fast set is
-    # taken to fill three quarters of the cache, as in ``levels_from_curve``; without a ratio of 1.3
-    # the curve shows no cache (engineering estimates; not fitted).
+    # assumed to fill three quarters of the cache, as in ``levels_from_curve``; without a ratio of
+    # 1.3 the curve shows no cache (engineering estimates; not fitted).
     halfway = float(np.sqrt(max(rates) * np.median(rates[-2:])))
     fast = [s for s, r in zip(sizes, rates, strict=True) if r > halfway]
     return [max(fast) / 0.75] if fast and max(rates) > 1.3 * rates[-1] else []
 
 
 def _floor_and_gap() -> tuple[float, float]:
-    """Measure the smallest duration of a kernel, and the gap from one kernel to the next."""
-    # The least that a kernel can do: eight additions, and products so short that gaps dominate.
+    """The smallest duration of a kernel, and the gap from one kernel to the next."""
+    # Minimal kernels: eight additions, and products so short that gaps dominate.
     small = _array((32, 32), "float32")
     floor = _kernel_seconds(lambda x: x + 1.0, _array((8,), "float32"), repeats=200)
-    # Kernels that wait for one another: wall time beyond their durations is gaps and dispatch; the
-    # difference between two lengths cancels the dispatch.
+    # Dependent kernels: wall time beyond their durations is gaps and dispatch; the difference
+    # between two lengths cancels the dispatch.
     (idle_a, count_a), (idle_b, count_b) = (_chain_idle(small, length) for length in (8, 72))
     gap = (idle_b - idle_a) / max(count_b - count_a, 1)
     return max(floor, _MIN_FLOOR), max(gap, 0.0)
 
 
 def _chain_idle(x: jax.Array, length: int) -> tuple[float, int]:
-    """Seconds without a kernel, and kernels, of a chain of products (which are not fused)."""
+    """Idle seconds, and number of kernels, of a chain of products (which are not fused)."""
     import jax
 
     def chain(y: jax.Array) -> jax.Array:
@@ -379,7 +380,7 @@ def _chain_idle(x: jax.Array, length: int) -> tuple[float, int]:
 
 
 def _dispatch() -> float:
-    """Measure the wall time of a near-empty program, from the call until its result is ready."""
+    """Wall time of a near-empty program, from the call until its result is ready."""
     import jax
 
     x = _array((1,), "float32")

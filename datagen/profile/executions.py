@@ -1,4 +1,4 @@
-"""Executions of kernels from the events of a trace."""
+"""Execution times of kernels from the events of a trace."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 #: Durations in seconds of every execution, by (HLO module name, HLO instruction name).
 Durations = dict[tuple[str, str], list[float]]
-#: Part of an execution during which another kernel may run without it counting as shared: less
-#: than the labels' own noise (engineering estimate).
+#: Fraction of an execution during which another kernel may run without it counting as shared: less
+#: than the noise of the labels (engineering estimate).
 _SHARED_PART = 0.05
 
 
 @dataclass(slots=True)
 class Event:
-    """A piece of an instruction's execution; times in nanoseconds of the trace's clock.
+    """A part of an instruction's execution; times in nanoseconds of the trace's clock.
 
     Attributes:
         module: HLO module.
         op: HLO instruction.
-        run: Identifies the run of the program; ``None`` where the trace does not separate runs.
-        name: Name that the profiler gives it.
+        run: Identifies the run of the program; ``None`` if the trace does not separate runs.
+        name: Name given by the profiler.
         start: Start.
         end: End.
         shared: Time during which another instruction ran.
@@ -39,7 +39,7 @@ class Event:
 
 
 class _Span(NamedTuple):
-    """Nanoseconds of an execution or a part of it, and for how many of them another kernel ran."""
+    """Nanoseconds of an execution or a part of it, and of the overlap with other kernels."""
 
     length: float
     shared: float
@@ -72,7 +72,7 @@ def merged(events: list[Event]) -> list[_Span]:
 def per_execution(spans: list[_Span], count: int) -> list[_Span]:
     """Add up the spans of each of ``count`` executions; 0 for an unknown number.
 
-    If they cannot be dealt out evenly, one execution is the mean.
+    If they cannot be distributed evenly, every execution is their mean.
     """
     if count <= 0 or len(spans) <= count:
         return spans
@@ -88,10 +88,10 @@ def _sum(spans: list[_Span]) -> _Span:
 
 
 def alone(spans: list[_Span]) -> list[float]:
-    """Return the lengths of the executions during which no other kernel ran.
+    """Lengths of the executions during which no other kernel ran.
 
-    Those beside another kernel count only if the run has no others, and then without half of the
-    time that they shared: two kernels at once take the machine from each other.
+    Executions that overlap another kernel count only if the run has no others, and then without
+    half of the shared time: two concurrent kernels take resources from each other.
     """
     own = [s.length for s in spans if s.shared <= _SHARED_PART * s.length]
     return own or [s.length - min(s.shared, s.length) / 2 for s in spans]
@@ -100,8 +100,9 @@ def alone(spans: list[_Span]) -> list[float]:
 def sum_launches(events: list[Event], count: int) -> list[float]:
     """Sum the device kernels of each execution.
 
-    Without a known ``count`` of executions it is the greatest common divisor of how often each
-    device kernel ran: a GEMM and its split-K reduction, 10 times each, are 10 executions of two.
+    Without a known ``count`` of executions, it is the greatest common divisor of the numbers of
+    times that each device kernel ran: a GEMM and its split-K reduction, 10 times each, are 10
+    executions of two.
     """
     if count <= 0 or len(events) % count:
         count = math.gcd(*Counter(event.name for event in events).values())

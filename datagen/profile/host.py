@@ -1,4 +1,4 @@
-"""A run record's description of the machine: device, versions, clocks, power; no host name."""
+"""Description of the machine for run records: device, versions, clocks, power; no host name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...common import worker_process
 
-#: Fields of ``nvidia-smi --query-gpu``: what may explain that two runs differ.
+#: Fields of ``nvidia-smi --query-gpu`` that may explain differences between runs.
 _NVIDIA_FIELDS = (
     "driver_version",
     "clocks.sm",
@@ -48,7 +48,7 @@ def describe_host() -> dict[str, object]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
-        # Allocator and page size decide over page faults, and so over times on a CPU.
+        # Allocator and page size determine page faults, and thus times on a CPU.
         "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
         "huge_pages": _first_line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "nvidia": nvidia_smi(),
@@ -56,19 +56,19 @@ def describe_host() -> dict[str, object]:
 
 
 def memory_bytes() -> float:
-    """Return the memory of JAX's default device that a program may use, in bytes; 0 if unknown."""
+    """Memory of JAX's default device that a program may use, in bytes; 0 if unknown."""
     import jax
 
     device = jax.devices()[0]
     if device.platform != "cpu":
-        # JAX preallocates a share of the device's memory; the limit is what is left to programs.
+        # JAX preallocates a fraction of the device's memory; the limit is what programs can use.
         stats = device.memory_stats() or {}
         return float(stats.get("bytes_limit", 0))
     return worker_process.memory_bytes()
 
 
 def free_memory_bytes() -> float:
-    """Return the memory of JAX's default device that is free now, in bytes; 0 if unknown."""
+    """Free memory of JAX's default device, in bytes; 0 if unknown."""
     import jax
 
     total = memory_bytes()
@@ -84,7 +84,7 @@ def free_memory_bytes() -> float:
 
 
 def cpu_caches() -> dict[int, tuple[float, int]]:
-    """Return the CPU's data caches by level: bytes of one, and logical cores that share it."""
+    """The CPU's data caches by level: bytes of one, and number of logical cores that share it."""
     caches = {}
     for folder in sorted(_CACHES.glob("index*")):
         if _first_line(folder / "type") == "Instruction":
@@ -99,7 +99,7 @@ def cpu_caches() -> dict[int, tuple[float, int]]:
 
 
 def last_cache_bytes() -> float:
-    """Return the bytes of the last-level cache of JAX's default device; 0 if unknown."""
+    """Bytes of the last-level cache of JAX's default device; 0 if unknown."""
     import jax
 
     device = jax.devices()[0]
@@ -111,7 +111,7 @@ def last_cache_bytes() -> float:
 
 
 def clock_hz() -> float:
-    """Return the current clock of JAX's default device in Hz; 0 if unknown."""
+    """Current clock of JAX's default device in Hz; 0 if unknown."""
     import jax
 
     if jax.devices()[0].platform != "cpu":
@@ -126,7 +126,7 @@ def clock_hz() -> float:
 
 
 def nvidia_smi() -> dict[str, str]:
-    """Return driver, clocks and power of the first NVIDIA GPU; empty where there is none."""
+    """Driver, clocks and power of the first NVIDIA GPU; empty if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -148,6 +148,6 @@ def _first_line(path: Path) -> str:
 
 
 def _count(cpus: str) -> int:
-    """Count the cores in a list such as ``0-3,8``."""
+    """Number of cores in a list such as ``0-3,8``."""
     spans = [part.split("-") for part in cpus.split(",")]
     return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)

@@ -1,4 +1,4 @@
-"""Measures a batch of programs: compile, warm up, trace, and turn the durations into rows."""
+"""Measures a batch of programs: compile, warm up, trace, and convert the durations to rows."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from .trace import expected, trace
 if TYPE_CHECKING:
     from ...features.lowering.xla import NativeExecutable
 
-#: Width of the median's 95 % interval that is narrow enough, relative to the median.
+#: Width of the median's 95 % interval, relative to the median, that is narrow enough.
 _NARROW = 0.1
 #: Trace sessions of a program: a second one for programs that the first left noisy.
 _SESSIONS = 2
-#: Tries to find the machine undisturbed; long programs have only one.
+#: Attempts to measure without disturbance; long programs have only one.
 _TRIES = 3
-#: Programs with more argument bytes than this are measured in a session of their own, because a
-#: session keeps the arguments of all its programs in memory.
+#: Programs with more argument bytes than this are measured in a separate session, because a session
+#: keeps the arguments of all its programs in memory.
 _SHARED_BYTES = 256e6
 
 
 @dataclass
 class Prepared:
-    """A compiled program with what its measurement needs.
+    """A compiled program with the state of its measurement.
 
     Attributes:
         item: Item of the plan.
@@ -63,7 +63,7 @@ class Prepared:
         seconds: Estimated time of one execution.
         durations: Seconds of every execution by instruction.
         wall: Seconds of whole executions, without a trace.
-        disturbed: Whether the machine was disturbed in every try.
+        disturbed: Whether the machine was disturbed in every attempt.
     """
 
     item: Item
@@ -91,7 +91,7 @@ class Limits:
 
     Attributes:
         memory: Bytes that a program may need.
-        cache: Bytes of the last-level cache, past which arguments are rotated.
+        cache: Bytes of the last-level cache, which rotated arguments exceed.
         wall_s: Seconds of whole executions of each program.
     """
 
@@ -136,7 +136,7 @@ def _argument_bytes(program: Program) -> int:
 
 
 def check_memory(needed: float, limit: float, name: str) -> None:
-    """Refuse a program that needs more memory than the limit.
+    """Reject a program that needs more memory than the limit.
 
     Raises:
         ProfileError: It does.
@@ -159,14 +159,14 @@ def measure(
 ) -> None:
     """Execute programs and collect durations, small ones together in one trace session.
 
-    Sharing a session shares its fixed cost.
+    Programs in a session share its fixed cost.
 
     Args:
-        programs: Programs to measure; durations are added to those that they have.
+        programs: Programs to measure; durations are added to existing ones.
         limits: Bounds of the measurement.
         walls: Whether to time whole executions too, except those of single ops.
-        sessions: Most trace sessions; those after the first are for noisy programs.
-        pulse: Shows when the machine is disturbed; whatever was measured then is measured again.
+        sessions: Maximum number of trace sessions; those after the first are for noisy programs.
+        pulse: Shows when the machine is disturbed; what was measured then is measured again.
     """
     group: list[Prepared] = []
 
@@ -177,7 +177,7 @@ def measure(
 
     for program in programs:
         alone = program.bytes > _SHARED_BYTES
-        # Events of a trace name their module: two of one name could not be distinguished.
+        # Events of a trace name their module: two with one name could not be distinguished.
         clash = any(p.module == program.module for p in group)
         if alone or clash:
             flush()
@@ -200,8 +200,8 @@ def _measure_group(
             break
     # The wall time of a single op is its dispatch and does not depend on the op.
     timed = [p for p in group if walls and not p.loaded.family.startswith("op:")]
-    # Round by round, so that what passes within seconds meets all programs alike. A longer time
-    # asks for the typical speed, a single round for the undisturbed one.
+    # Round by round, so that short disturbances affect all programs alike. Several rounds measure
+    # the typical speed, a single round the undisturbed one.
     rounds = max(1, round(limits.wall_s / WALL_SECONDS))
     for _ in range(rounds):
         for program in timed:
@@ -235,7 +235,7 @@ def _ratio(pulse: Pulse | None, *, traced: bool = False) -> float:
 
 
 def _wall_steadily(program: Prepared, pulse: Pulse | None, tries: int) -> list[float]:
-    """Time whole executions; the try in which the machine was disturbed least counts."""
+    """Time whole executions; the least disturbed attempt counts."""
     best: tuple[float, list[float]] = (math.inf, [])
     for _ in range(tries):
         # Before and after: a disturbance may begin in between.
@@ -271,7 +271,7 @@ def _session(
 ) -> list[tuple[float, dict[str, list[float]]]]:
     """Run one trace session; return for each program the machine's slow-down and kernel seconds.
 
-    Each program's runs are spread over three rounds, so that a passing load hits only some.
+    Each program's runs are spread over three rounds, so that a short disturbance hits only some.
     """
     readings: dict[int, list[float]] = {id(p): [] for p in group}
 
@@ -300,7 +300,7 @@ def _session(
 
 
 def more_runs(program: Prepared) -> int:
-    """Return how many more executions noisy kernels call for, within the time; 0 for none."""
+    """Further executions that noisy kernels require, within the time budget; 0 for none."""
     samples = list(program.durations.values())
     done = max((len(s) for s in samples), default=0)
     if not done:
@@ -316,7 +316,7 @@ def more_runs(program: Prepared) -> int:
 
 
 def median_width(samples: Sequence[float]) -> float:
-    """Return the width of the median's 95 % interval relative to the median.
+    """Width of the median's 95 % interval relative to the median.
 
     From order statistics: ranks n/2 ± 0.98 √n, which is 1.96 standard deviations of the binomial
     distribution with p = 1/2 in its normal approximation.
@@ -330,7 +330,7 @@ def median_width(samples: Sequence[float]) -> float:
 
 
 def rows_of(program: Prepared) -> tuple[list[JsonObject], int]:
-    """Make the rows of the measured kernels and the program; count the kernels without a label."""
+    """Rows of the measured kernels and the program, and the number of kernels without a label."""
     rows = sample_rows(
         program.lowered,
         program.durations,
@@ -342,12 +342,12 @@ def rows_of(program: Prepared) -> tuple[list[JsonObject], int]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one line on why a program failed."""
-    # XLA's messages may quote whole modules; 500 characters hold the cause.
+    """One line on why a program failed."""
+    # XLA's messages may quote whole modules; 500 characters contain the cause.
     text = str(error) if isinstance(error, OpcastError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:500]
 
 
 def _identifier(key: str) -> str:
-    """Make a module name from an item's key."""
+    """Module name for an item's key."""
     return "".join(c if c.isalnum() else "_" for c in key)

@@ -1,7 +1,7 @@
-"""What to measure, and how: endless streams of ops and random programs, the zoo, given programs.
+"""Programs to measure: endless streams of ops and random programs, the zoo, given programs.
 
-Every item has a key, with the seed in it, that identifies its program. A run that is stopped and
-started again therefore draws exactly the programs that it has not measured yet.
+Every item has a key, which includes the seed and identifies its program. A run that is stopped and
+restarted therefore draws exactly the programs that it has not measured yet.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Item:
         index: Position in the stream.
         seed: Seed of the stream.
         suite: Suite of the zoo.
-        replicate: 0, or the number of an intended second measurement.
+        replicate: 0, or the number of an intended repetition.
         name: Name of a given program.
         family: Family of a given program.
-        text: StableHLO of a given program; bytecode is base64 behind ``base64:``.
+        text: StableHLO of a given program; bytecode is base64 after ``base64:``.
     """
 
     stream: str
@@ -64,7 +64,7 @@ class Item:
         return f"{self.stream}-{tail}" + (f"{_REPLICATE}{self.replicate}" if self.replicate else "")
 
     def to_dict(self) -> JsonObject:
-        """Return plain data, for the worker."""
+        """Plain data for the worker."""
         return asdict(self)
 
 
@@ -119,8 +119,8 @@ class Plan:
         if stream == "given":
             yield from self.given
         elif stream == "zoo":
-            # A fixed shuffle, so that a short budget sees every part of the suite. 17 only keeps
-            # the generator apart from those of the random streams.
+            # A fixed shuffle, so that a short budget covers every part of the suite. 17 only
+            # separates the generator from those of the random streams.
             for index in np.random.default_rng([self.seed, 17]).permutation(self.zoo_size):
                 yield Item("zoo", int(index), self.seed, suite=self.suite)
         else:
@@ -130,7 +130,7 @@ class Plan:
                 index += 1
 
     def next_batch(self, done: set[str]) -> list[Item]:
-        """Return the next items that are not in ``done``; empty when every stream has ended."""
+        """The next items that are not in ``done``; empty when every stream has ended."""
         while self._streams:
             stream = min(self._streams, key=lambda s: self.spent.get(s, 0.0) / self.mix[s])
             batch: list[Item] = []
@@ -145,7 +145,7 @@ class Plan:
         return []
 
     def record(self) -> JsonObject:
-        """Return plain data for the run record."""
+        """Plain data for the run record."""
         return {
             "mix": dict(self.mix),
             "seed": self.seed,
@@ -170,7 +170,7 @@ def given_items(sources: Sequence[object]) -> list[Item]:
 
 def _given(source: Any, index: int) -> Item:
     name, family = f"program-{index}", "given"
-    # A text of StableHLO has lines or a function; anything else is a path.
+    # StableHLO text has several lines or a function; anything else is a path.
     if isinstance(source, str) and ("\n" in source or "func" in source):
         data: str | bytes = source
     elif isinstance(source, (str, Path)):
@@ -193,7 +193,7 @@ def _given(source: Any, index: int) -> Item:
 
 
 def load_item(item: Item) -> LoadedItem:
-    """Make the program of an item.
+    """Generate the program of an item.
 
     Raises:
         ProfileError: The zoo has no such suite or program.
@@ -244,7 +244,7 @@ def zoo_suite(name: str) -> list[tuple[str, dict[str, Setting]]]:
     return list(suite(name))
 
 
-#: Part of the budget that may go into waiting for a quiet machine; on one that is never quiet,
+#: Fraction of the budget that may be spent waiting for a quiet machine; on one that is never quiet,
 #: noisy labels (which the run record counts) are better than none.
 PATIENCE = 0.15
 
@@ -254,21 +254,22 @@ class ProfileSettings:
     """Settings of a profile run, kept in its record.
 
     Attributes:
-        device: ``local`` for whatever JAX sees, or ``cpu``, ``gpu``, ``tpu``.
+        device: ``local`` for the default device of JAX, or ``cpu``, ``gpu``, ``tpu``.
         budget_s: Seconds of all runs of this plan in the folder together; ``None`` for as long as
             there are given programs.
-        mix: Share of the time by stream (``op``, ``random``, ``zoo``, ``given``); by default given
-            programs alone if there are any, else :data:`DEFAULT_MIX`.
+        mix: Share of the time by stream (``op``, ``random``, ``zoo``, ``given``); by default only
+            given programs if there are any, else :data:`DEFAULT_MIX`.
         suite: Suite of the zoo.
         seed: Seed of the random streams.
-        max_memory: Bytes that one program may need; ``None`` for 70 % of what is free.
+        max_memory: Bytes that one program may need; ``None`` for 70 % of the free memory.
         check_every_s: Time between two checks of the anchors, and so between two shards.
-        replicate_share: Part of the programs that are measured again in another process.
-        recycle_every_s: Time after which the worker is replaced; ``None`` for a part of the budget.
+        replicate_share: Fraction of the programs that are measured again in another process.
+        recycle_every_s: Time after which the worker is replaced; ``None`` for a fraction of the
+            budget.
         timeout_s: Time without a reply after which a program counts as stuck.
         wall_s: Seconds of whole executions of each program; longer runs average over the speeds
             of a shared machine.
-        patience: Share of the time that may go into waiting for an undisturbed machine.
+        patience: Fraction of the time that may be spent waiting for an undisturbed machine.
     """
 
     device: str = "local"
@@ -295,10 +296,10 @@ class ProfileResult:
         samples: Rows written.
         programs: Programs measured.
         failed: Programs that failed; reasons are in ``failures.jsonl``.
-        elapsed_s: Seconds that it took.
-        stopped: Reason of the end: ``done``, ``budget`` or ``interrupted``.
-        setup_s: Of ``elapsed_s``, those before the first program: starting JAX, the probe.
-        check_s: Of ``elapsed_s``, those after the last one: programs measured again, anchors.
+        elapsed_s: Duration in seconds.
+        stopped: Reason for the end: ``done``, ``budget`` or ``interrupted``.
+        setup_s: Part of ``elapsed_s`` before the first program: starting JAX, the probe.
+        check_s: Part of ``elapsed_s`` after the last one: replicates, anchors.
     """
 
     folder: Path

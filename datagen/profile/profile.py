@@ -1,8 +1,8 @@
-"""Profiles the local device, or the hosts of a Ray cluster at once: measures a plan into a dataset.
+"""Profiles the local device, or all hosts of a Ray cluster at once: measures a plan into a dataset.
 
 See :mod:`opcast.datagen.profile.run` for the course of a run. A host of a cluster measures for some
-minutes, returns what is new, and goes on from there, so that losing a host costs its last piece
-alone. Each host's number is added to the seed, so hosts of one kind measure different programs.
+minutes, returns its new results, and continues from there, so that losing a host only loses its
+last piece. Each host's number is added to the seed, so equal hosts measure different programs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def profile(
 
     Args:
         out: Folder of the dataset. A second call with the same plan continues where the first one
-            ended, however that was.
-        settings: What is measured, and how; a budget is needed unless only given programs are.
+            ended, for whatever reason.
+        settings: Settings of the run; a budget is required unless only given programs are measured.
         sources: Programs to measure: paths, StableHLO texts, or objects with ``name``, ``family``
             and ``mlir``. Their arguments are drawn from their types.
         progress: Whether to show progress.
         device_spec: The device, if it is not to be probed.
 
     Raises:
-        ProfileError: The device is not there, or measuring is not possible at all.
+        ProfileError: The device is missing, or measuring is not possible at all.
     """
     given = given_items(sources)
     settings = settings or ProfileSettings()
@@ -71,22 +71,22 @@ def _check(settings: ProfileSettings) -> None:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a host measures before it returns its rows. Starting anew (a process, the ceilings
-#: of the device, anchors) costs a few per cent of it. Engineering choice.
+#: Seconds that a host measures before it returns its rows. Restarting (a process, the ceilings of
+#: the device, anchors) costs a few per cent of it. Engineering choice.
 PIECE_S = 300.0
-#: Of the budget, what is too short to start for: the anchors alone take longer.
+#: Remaining budget in seconds that is too short to start for: the anchors alone take longer.
 _LEAST_S = 1.0
-#: Key of a run's record for the host that made it.
+#: Key in a run's record for the host that made it.
 FLEET = "fleet"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a host measures in one go.
+    """Work for one host in one go.
 
     Attributes:
         settings: Settings of the run; the budget covers this piece and all before it.
-        known: What the host has measured before: files of the dataset by name.
+        known: Earlier measurements of the host: files of the dataset by name.
         device_spec: The device, if it is not to be probed.
     """
 
@@ -97,7 +97,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a piece returned.
+    """Result of a piece.
 
     Attributes:
         files: New shards and run records by name.
@@ -111,7 +111,7 @@ class Measured:
 
 
 def measure_piece(piece: Piece) -> Measured:
-    """Measure a piece on this host, in a folder that is thrown away."""
+    """Measure a piece on this host, in a temporary folder."""
     own = piece.settings
     with tempfile.TemporaryDirectory(prefix="opcast-profile-") as scratch:
         folder = Path(scratch)
@@ -138,13 +138,13 @@ def profile_fleet(
 ) -> ProfileResult:
     """Measure on all hosts of a Ray cluster that have the device, into one dataset.
 
-    A run's record names the host that made it (``fleet``): its number and Ray's id of the node, no
-    host name. The same call again continues, also for hosts that were lost.
+    A run's record identifies the host that made it (``fleet``): its number and Ray's node id, no
+    host name. Repeating the call continues, also for hosts that were lost.
 
     Args:
-        out: Folder of the dataset, here.
+        out: Local folder of the dataset.
         address: Ray cluster; ``local`` starts one.
-        settings: What is measured; ``budget_s`` holds for each host, ``seed`` for the first one.
+        settings: Settings of the run; ``budget_s`` applies to each host, ``seed`` to the first one.
         piece_s: Seconds that a host measures before it returns its rows.
         progress: Whether to show progress.
 
@@ -190,7 +190,7 @@ def profile_fleet(
 
 
 class _Fleet:
-    """What hosts have measured, and what they measure next."""
+    """Results of the hosts, and their next pieces."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Fleet:
         self._ended: set[int] = set()
 
     def lose(self, host: Host) -> None:
-        """Go on without a host."""
+        """Continue without a host."""
         self.lost.append(host)
         logger.warning("host %d is lost; what it has returned is kept", host.number)
 
@@ -253,7 +253,7 @@ class _Fleet:
                 write_record(self._folder, self.run_id, {**record, FLEET: told})
         add_failures(self._folder, made.failures)
         if not made.files:
-            # Its streams have ended, or nothing was left of its time.
+            # Its streams have ended, or its time was up.
             self._ended.add(host.number)
         self.samples += made.result.samples
         self.programs += made.result.programs

@@ -33,9 +33,9 @@ from .worker_client import Measurer
 
 logger = logging.getLogger(__name__)
 
-#: Progress for people and dashboards; nothing reads it back.
+#: Progress for people and dashboards; opcast does not read it.
 PROGRESS = "progress.json"
-#: Remedy where JAX sees another platform than the requested one.
+#: Remedy if JAX finds a platform other than the requested one.
 _INSTALL = {
     "gpu": 'pip install "jax[cuda13]" on a machine with an NVIDIA GPU',
     "tpu": 'pip install "jax[tpu]" on a TPU machine',
@@ -43,10 +43,11 @@ _INSTALL = {
 }
 #: Seconds that a probe of all sizes and types takes on a slow machine.
 _PROBE_S = 35.0
-#: Pauses between looks at the anchors while the machine is disturbed: most disturbances are short.
+#: Pauses in seconds between checks of the anchors while the machine is disturbed: most disturbances
+#: are short.
 _PAUSES_S = (2.0, 5.0, 10.0, 20.0)
-#: Failures without any success after which a run gives up: not the programs, but the installation
-#: is at fault then.
+#: Failures without any success after which a run gives up: the installation is at fault then, not
+#: the programs.
 _BROKEN = 20
 
 
@@ -70,7 +71,7 @@ class ProfileRun:
         self._settings = settings
         self._folder = folder
         self._start = time.monotonic()
-        # Seconds after the start when the first program begins and the last one ends.
+        # Seconds after the start at which the first program begins and the last one ends.
         self._setup_s: float | None = None
         self._measured_s: float | None = None
         self._plan = Plan(settings.mix, settings.seed, settings.suite, given)
@@ -109,9 +110,9 @@ class ProfileRun:
         self._recycle_s = settings.recycle_every_s or max(20.0, min(240.0, (budget or 600.0) / 4))
 
     def _resume(self, device: DeviceSpec) -> None:
-        """Take off what earlier runs on the device did: their programs, their share of the budget.
+        """Account for earlier runs on the device: their programs, and their share of the budget.
 
-        What another device in the folder measured does not count for this one.
+        Measurements of other devices in the folder do not count.
         """
         own = {
             run: record
@@ -169,9 +170,9 @@ class ProfileRun:
         self._write_record("running")
 
     def _known_device(self, name: str) -> DeviceSpec | None:
-        """Return the description of an earlier run in the folder that still fits the machine.
+        """The description from an earlier run in the folder that still fits the machine, if any.
 
-        So a dataset has one description per machine, even if two machines have the same name.
+        A dataset thus has one description per machine, even if two machines have the same name.
         """
         records = [r["device"] for r in self._earlier.values() if r["device"]["name"] == name]
         # The newest description first.
@@ -215,7 +216,7 @@ class ProfileRun:
                         checked = time.monotonic()
                     if not sent_ahead and self._out_of_time():
                         return "budget"
-                    # Only behind a checkpoint, when no batch is under way.
+                    # Only after a checkpoint, when no batch is in progress.
                     if due and time.monotonic() - recycled > self._recycle_s:
                         self._measurer.restart()
                         self._replicate()
@@ -263,10 +264,10 @@ class ProfileRun:
         return self._anchors.add(time.monotonic() - self._start, reply["values_us"])
 
     def _checkpoint(self, last: list[Item], bar: Progress) -> None:
-        """Write what was measured, after a look at the anchors; wait if the machine is disturbed.
+        """Write the measurements after a check of the anchors; wait if the machine is disturbed.
 
-        The last batch is then measured again. Earlier ones followed soon after anchors that were
-        fine, and their medians tolerate a disturbance of less than half their time.
+        The last batch is then measured again. Earlier ones followed soon after a good check of the
+        anchors, and their medians tolerate a disturbance of less than half their time.
         """
         ratio = self._check_anchors()
         # A run without a budget (given programs alone) counts as one of ten minutes.
@@ -306,7 +307,7 @@ class ProfileRun:
         fresh = [i for i in self._measured if i.key not in self._replicated and not i.replicate]
         share = self._settings.replicate_share
         count = round(share * sum(not i.replicate for i in self._measured)) - len(self._replicated)
-        # Short runs get at least one replicate in each worker, so that there is a noise floor.
+        # Short runs get at least one replicate per worker, so that there is a noise floor.
         if share > 0 and len(fresh) >= 5:
             count = max(count, 1)
         if count <= 0 or not fresh:
@@ -379,17 +380,17 @@ class ProfileRun:
             failed=self._failed,
             elapsed_s=elapsed,
             stopped=stopped,
-            # A run that had nothing left to do was set up alone.
+            # A run without remaining work consists of set-up only.
             setup_s=elapsed if self._setup_s is None else self._setup_s,
             check_s=0.0 if self._measured_s is None else elapsed - self._measured_s,
         )
 
 
 def _check_device(wanted: str, host: JsonMapping) -> None:
-    """Refuse to measure on another kind of device than the requested one.
+    """Refuse to measure on a kind of device other than the requested one.
 
     Raises:
-        ProfileError: JAX sees another platform.
+        ProfileError: JAX finds another platform.
     """
     if wanted not in ("local", host["platform"]):
         raise ProfileError(

@@ -23,15 +23,15 @@ MakeArguments: TypeAlias = Callable[[int], Sequence[Host]]
 # which more help a model more (engineering choices; docs/measuring.md).
 #: Seconds for the executions of one program.
 PROGRAM_SECONDS = 1.2
-#: Seconds for whole executions of a program without a trace, in one go.
+#: Seconds for whole executions of a program without a trace, in one round.
 WALL_SECONDS = 0.5
-#: First round of executions: seconds, fewest and most. Nine give a median whose 95 % interval lies
-#: inside the sample; beyond 25 it narrows slowly, with the square root of their number.
+#: First round of executions: seconds, minimum and maximum number. Nine give a median whose 95 %
+#: interval lies inside the sample; beyond 25 it narrows slowly, with the square root of the number.
 _FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.2, 9, 25
-#: Seconds from which on a program gets the fewest executions.
+#: Duration in seconds from which a program gets the minimum number of executions.
 LONG_SECONDS = 1.0
-#: Bytes of the last-level cache where they are unknown: the cache of a common server core complex
-#: (engineering estimate).
+#: Default bytes of the last-level cache: that of a common server core complex (engineering
+#: estimate).
 DEFAULT_CACHE_BYTES = 32e6
 #: Bounds of rotation: tiny arguments stay in the cache anyway, as they do in real programs, and
 #: large ones exceed it by themselves.
@@ -40,29 +40,29 @@ _MAX_ROTATED_BYTES = 256e6
 
 
 def first_runs(seconds: float) -> int:
-    """Return the executions in the first session, for a program that takes ``seconds``."""
-    # The fewest regular runs may use 70 % of the budget, which leaves some for a second session.
+    """Executions in the first session of a program that takes ``seconds``."""
+    # The minimum number may use 70 % of the budget, which leaves some for a second session.
     least = _MIN_RUNS if _MIN_RUNS * seconds <= PROGRAM_SECONDS * 0.7 else long_runs(seconds)
     return max(least, min(_MAX_RUNS, int(_FIRST_SECONDS / max(seconds, 1e-6))))
 
 
 def wall_runs(seconds: float) -> int:
-    """Return the executions for the wall time of a program that takes ``seconds``."""
+    """Executions for the wall time of a program that takes ``seconds``."""
     return max(long_runs(seconds), min(_MAX_RUNS, int(WALL_SECONDS / max(seconds, 1e-6))))
 
 
 def long_runs(seconds: float) -> int:
-    """Return the executions of a program so long that it gets the fewest."""
+    """Executions of a program so long that it gets the minimum number."""
     return 3 if seconds < LONG_SECONDS else 2
 
 
 def module_name(hlo: str) -> str:
-    """Return the name of an HLO module, as traces spell it."""
+    """Name of an HLO module, as traces spell it."""
     return re.split(r"[\s,]", hlo.removeprefix("HloModule "), maxsplit=1)[0]
 
 
 def rotation(argument_bytes: float, cache_bytes: float) -> int:
-    """Return the sets of arguments that together exceed the cache; 1 for large programs."""
+    """Number of argument sets that together exceed the cache; 1 for large programs."""
     if argument_bytes <= 0:
         return 1
     # A quarter more than the cache, since replacement is not exactly least-recently-used.
@@ -79,19 +79,19 @@ def wait(values: T) -> T:
 
 
 class Runner:
-    """Executes a compiled program again and again.
+    """Executes a compiled program repeatedly.
 
-    Donated arguments are fed with the outputs that took their buffers, as a training loop does;
-    what was donated without such an output is put back from the host, outside the timed region.
+    Donated arguments are replaced by the outputs that took their buffers, as in a training loop;
+    arguments donated without such an output are restored from the host, outside the timed region.
 
     Args:
         run: Executes the program on a list of device arrays and returns its outputs.
         make_arguments: Draws the arguments from a seed.
         aliases: Pairs (output, parameter) that share a buffer.
-        sets: Argument sets to rotate over.
+        sets: Number of argument sets to rotate over.
 
     Attributes:
-        run: As above; another compilation of the program may take its place.
+        run: As above; may be replaced by another compilation of the program.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Runner:
 
     @property
     def arguments(self) -> list[list[jax.Array]]:
-        """The argument sets as they are now."""
+        """The current argument sets."""
         return self._sets
 
     def step(self) -> float:
@@ -146,7 +146,7 @@ def wide_types() -> AbstractContextManager[object]:
     """JAX with 64-bit types, which it would silently halve."""
     import jax
 
-    # JAX before 0.8 has it among what is experimental.
+    # Experimental in JAX before 0.8.
     place = jax if hasattr(jax, "enable_x64") else jax.experimental
     context: AbstractContextManager[object] = place.enable_x64(True)
     return context
@@ -162,7 +162,7 @@ def _put(host: Sequence[Host]) -> list[jax.Array]:
     return arrays
 
 
-#: Reading, relative to the best one, up to which the machine counts as undisturbed (engineering
+#: Ratio of a reading to the best one up to which the machine counts as undisturbed (engineering
 #: estimate; not fitted).
 STEADY = 1.4
 # 0.5 MB of f32, which XLA's CPU backend spreads over several threads; 40 kernels in a row, because
@@ -174,8 +174,8 @@ _ELEMENTS, _CHAIN, _RUNS, _FIRST = 131072, 40, 3, 30
 class Pulse:
     """Readings of the machine's speed.
 
-    A profiler session makes the chain itself slower, so that readings during one are compared among
-    themselves only.
+    A profiler session slows the chain itself, so readings during one are only compared with each
+    other.
 
     Args:
         best_s: Best ``plain`` and ``traced`` readings of an earlier process.
@@ -199,7 +199,7 @@ class Pulse:
             self.ratio()
 
     def ratio(self, *, traced: bool = False) -> float:
-        """Take a reading: by what factor the machine is slower than at its best.
+        """Take a reading: the factor by which the machine is slower than at its best.
 
         Args:
             traced: Whether a profiler session is open.
@@ -216,8 +216,8 @@ class Pulse:
 
 
 def local_pulse(best_s: Mapping[str, float] | None = None) -> Pulse | None:
-    """Return a pulse where programs run on host processors; ``None`` on an accelerator."""
+    """A pulse if programs run on host processors; ``None`` on an accelerator."""
     import jax
 
-    # An accelerator is not shared between virtual machines in this way; anchors watch it.
+    # Accelerators are not shared between virtual machines in this way; anchors check them.
     return Pulse(best_s) if jax.default_backend() == "cpu" else None

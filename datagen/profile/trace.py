@@ -1,15 +1,15 @@
 """Durations of single kernels, by HLO instruction, from ``jax.profiler`` traces.
 
-Host timing cannot see kernels below the dispatch time, so labels come from the profiler's events,
-which name the HLO instruction that they ran. What an event means depends on the platform:
+Host timing cannot resolve kernels below the dispatch time, so labels come from the profiler's
+events, which name the HLO instruction that they ran. Their meaning depends on the platform:
 
-* CPU: host lines hold one event per executed thunk. A thunk that hands work to other threads
+* CPU: host lines have one event per executed thunk. A thunk that hands work to other threads
   returns early; its true end is then a second event ``end: <name>`` linked by a flow id.
 * GPU: device planes, ``Stream #n`` lines, one event per device kernel or copy. One instruction may
   launch several kernels, whose times add up.
 * TPU: device planes, ``XLA Ops`` line.
 
-Module and step spans of the same trace contain others and are never taken.
+Module and step spans of the same trace contain others and are never used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ...features.kernels.kernel import LoweredProgram
 
-#: For every kernel, by (HLO module name, HLO instruction name), the names of what it reads.
+#: For every kernel, by (HLO module name, HLO instruction name), the names of its operands.
 Reads = Mapping[tuple[str, str], Collection[str]]
 
 #: Prefix of the event that marks the true end of a thunk with work on other threads.
@@ -41,11 +41,11 @@ _THUNK_FLOW = 0
 
 @dataclass
 class Executed:
-    """What one device executed.
+    """Executions on one device.
 
     Attributes:
-        platform: ``cpu``, ``gpu`` or ``tpu``, which decides how pieces make up an execution.
-        events: In no order.
+        platform: ``cpu``, ``gpu`` or ``tpu``, which determines how events make up an execution.
+        events: Events in any order.
     """
 
     platform: str
@@ -54,7 +54,7 @@ class Executed:
     def durations(
         self, executions: Mapping[tuple[str, str], int] | None = None, reads: Reads | None = None
     ) -> Durations:
-        """Return the durations of the kernels; arguments as of :func:`trace`."""
+        """Durations of the kernels; arguments as for :func:`trace`."""
         if self.platform == "cpu":
             return _host_durations(self.events, reads, executions or {})
         if self.platform == "tpu":
@@ -72,29 +72,30 @@ def trace(
     Args:
         run: Executes one or several programs, any number of times each, and waits for them.
             Programs that share a session need different HLO module names.
-        executions: Executions per program run by (module, instruction), where known. They separate
-            loop iterations from the several device kernels, or thunks, of one instruction: a sort
-            on a CPU copies each of its inputs first, which are events of its name too.
+        executions: Executions per program run by (module, instruction), where known. They
+            distinguish loop iterations from the several device kernels, or thunks, of one
+            instruction: a sort on a CPU first copies each of its inputs, in events of its name.
         reads: The kernels among the instructions, by (module, instruction), with the names of the
-            instructions that each reads. If given, a kernel on a CPU has ended when one that reads
-            it starts (the runtime runs it before it reports the end), and executions during which
-            another kernel ran are left out; if a run has no others, half of the shared time is.
+            instructions that each reads. If given, a kernel on a CPU ends at the latest when a
+            reader of its result starts (the runtime runs the reader before it reports the end), and
+            executions that overlap another kernel are left out; if a run has no others, half of the
+            shared time is.
 
     Returns:
         For each (module, instruction) the seconds of every execution, in order of time.
         Instructions in loop bodies have one entry per iteration.
 
     Raises:
-        ProfileError: The profiler wrote no trace, for instance as another one was active.
+        ProfileError: The profiler wrote no trace, for instance because another one was active.
     """
     return durations(recorded(run), executions, reads)
 
 
 def recorded(run: Callable[[], object]) -> ProfileData | FileProfile:
-    """Run ``run`` under the profiler and return what it recorded.
+    """Run ``run`` under the profiler and return the recorded profile.
 
     Raises:
-        ProfileError: The profiler wrote no trace, for instance as another one was active.
+        ProfileError: The profiler wrote no trace, for instance because another one was active.
     """
     from jax import profiler
 
@@ -126,7 +127,7 @@ def recorded(run: Callable[[], object]) -> ProfileData | FileProfile:
 def expected(
     module: str, lowered: LoweredProgram
 ) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], set[str]]]:
-    """What :func:`trace` needs from a program: executions and reads of its kernels."""
+    """Arguments of :func:`trace` for a program: executions and reads of its kernels."""
     kernels = lowered.kernels
     own = [k for k in kernels if k.takes_time]
     executions = {
@@ -143,23 +144,23 @@ def durations(
     executions: Mapping[tuple[str, str], int] | None = None,
     reads: Reads | None = None,
 ) -> Durations:
-    """Return the durations of the kernels in a recorded trace; see :func:`trace`."""
+    """Durations of the kernels in a recorded trace; see :func:`trace`."""
     # Programs run on one device.
     return executed(data)[0].durations(executions, reads)
 
 
 def executed(data: ProfileData | FileProfile, *, by_program: bool = False) -> list[Executed]:
-    """Return what each device of a trace executed; without accelerators, what the host did.
+    """Executions on each device of a trace; without accelerators, those on the host.
 
     Args:
         data: The trace.
-        by_program: Whether modules are called ``name(program id)`` where the trace has the id:
-            programs of other shapes have the same name.
+        by_program: Whether modules are named ``name(program id)`` if the trace has the id:
+            programs with other shapes have the same name.
     """
     planes = list(data.planes)
-    # What accelerators ran, not custom counters.
+    # Accelerators, not custom counters.
     device = [p for p in planes if p.name.startswith(("/device:GPU:", "/device:TPU:"))]
-    # Beside devices, the host's planes only show launches.
+    # If there are devices, the host's planes only show launches.
     if device:
         return [_device_events(plane, by_program) for plane in device]
     return [Executed("cpu", _host_events(planes, by_program))]
@@ -173,7 +174,7 @@ def _host_events(planes: Iterable[Any], by_program: bool) -> list[Event]:
             continue
         for line in plane.lines:  # small programs run on the thread that called them
             _read_host_line(line, events, ends, by_program)
-    # Only now: the end of a thunk may lie on a line that is read before its event.
+    # Only now: the end of a thunk may be on a line that is read before its event.
     for event, flow in events:
         event.end = max(event.end, ends.get(flow, 0.0))
     return [event for event, _ in events]
@@ -196,10 +197,10 @@ def _host_durations(
 
 
 def _end_before_readers(events: list[Event], reads: Reads) -> None:
-    """End every execution at the latest when one that reads its result starts.
+    """End every execution at the latest when a reader of its result starts.
 
-    What completes a thunk that runs on several threads first runs the thunks that wait for it, on
-    the same thread, and only then reports the end.
+    The thread that completes a multi-threaded thunk first runs the thunks that wait for it, and
+    only then reports the end.
     """
     latest: dict[tuple[str, object, str], Event] = {}
     for event in events:
@@ -211,12 +212,12 @@ def _end_before_readers(events: list[Event], reads: Reads) -> None:
 
 
 def _measure_sharing(events: list[Event]) -> None:
-    """Note for every event the time during which another instruction ran.
+    """Record for every event the time during which another instruction ran.
 
     Args:
         events: Sorted by start.
     """
-    # A sweep over the starts; ``active`` holds what has not ended.
+    # A sweep over the starts; ``active`` holds the events that have not ended.
     active: list[Event] = []
     for event in events:
         active = [other for other in active if other.end > event.start]
@@ -239,7 +240,7 @@ def _read_host_line(
         if "::" in name:  # thread-pool, executor and client events
             continue
         stats = dict(event.stats)
-        # Stats of flows: "_c" consumes what "_p" of another event produced; "_ct" and "_pt" are
+        # Flow statistics: "_c" consumes what "_p" of another event produced; "_ct" and "_pt" are
         # their kinds.
         if name.startswith(_END):
             if stats.get("_ct") == _THUNK_FLOW:
@@ -266,7 +267,7 @@ def _read_event(event: Any, stats: Mapping[str, object], by_program: bool = Fals
 
 def _device_events(plane: Any, by_program: bool) -> Executed:
     lines = {line.name: line for line in plane.lines}
-    # Planes of GPUs have a derived "XLA Ops" line as well; the streams hold what really ran.
+    # GPU planes also have a derived "XLA Ops" line; the streams hold the actual kernels.
     if "XLA Ops" in lines and not any(name.startswith("Stream") for name in lines):
         return Executed("tpu", _tpu_events(lines, by_program))
     events = []

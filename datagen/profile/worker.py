@@ -1,4 +1,4 @@
-"""The process that compiles and measures. It may die; the profiler then starts another one.
+"""The process that compiles and measures. If it dies, the profiler starts another one.
 
 Requests and replies are JSON messages (:class:`opcast.common.child_process.Channel`). The process
 ends together with its parent, since an orphan would disturb the measurements of the next run.
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from .measure import Prepared
     from .runner import Pulse
 
-#: Part of the free memory that a program may need; the rest is for XLA, a second batch that is
-#: compiled meanwhile, and other processes (engineering choice).
+#: Fraction of the free memory that a program may need; the rest is for XLA, a second batch that is
+#: compiled concurrently, and other processes (engineering choice).
 _MEMORY_PART = 0.7
-#: Heap that is faulted in before anything is measured: at most this part of the free memory, and
-#: this many bytes.
+#: Heap that is faulted in before anything is measured: at most this fraction of the free memory,
+#: and this many bytes.
 _PREFAULT_PART, _PREFAULT_BYTES = 0.25, 4e9
 #: Linux's advice to map all pages of a range at once (``MADV_POPULATE_WRITE`` of madvise(2), since
 #: 5.14), which takes half the time of touching them one by one.
@@ -49,7 +49,7 @@ class Worker:
     """Answers requests until its input ends.
 
     Args:
-        settings: ``memory`` (bytes that a program may need; 0 for a part of what there is),
+        settings: ``memory`` (bytes that a program may need; 0 for a fraction of the free memory),
             ``overlap`` (compile the next batch during a measurement), ``pulse_s`` (the best
             readings of an earlier worker's pulse) and ``wall_s`` (seconds of whole executions).
         reply: Sends one reply.
@@ -177,7 +177,7 @@ class Worker:
 
 
 def _be_first_out_of_memory(limit: float) -> None:
-    """Let Linux kill this process rather than others, and bound what it may allocate."""
+    """Let Linux kill this process rather than others, and limit its memory."""
     # 1000 is the highest score: the out-of-memory killer's first choice.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -189,9 +189,9 @@ def _be_first_out_of_memory(limit: float) -> None:
 def _prefault_heap(limit: float) -> None:
     """Touch memory and free it again, so that later allocations find their pages mapped.
 
-    The allocator's settings (``ALLOCATOR_ENV``) keep freed memory with the process and all of it in
-    one arena. A first touch costs about a microsecond for each 4 KB, which was up to ten times as
-    long as the kernel that made it; a program that runs for long has this behind it.
+    With the allocator's settings (``ALLOCATOR_ENV``) freed memory stays with the process, in a
+    single arena. A first touch costs about a microsecond per 4 KB, up to ten times the duration of
+    the kernel that causes it; long-running programs have this behind them.
     """
     from .host import free_memory_bytes
 
@@ -203,7 +203,7 @@ def _prefault_heap(limit: float) -> None:
         libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
         block = libc.malloc(size)
         if block:
-            # In whole pages, as the call wants them; what it leaves is less than one at either end.
+            # In whole pages, as the call requires; less than one is left out at either end.
             begin, end = -(-block // PAGESIZE) * PAGESIZE, (block + size) // PAGESIZE * PAGESIZE
             libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
             if end <= begin or libc.madvise(begin, end - begin, _POPULATE_WRITE):
@@ -212,8 +212,8 @@ def _prefault_heap(limit: float) -> None:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether this host seems to have an NVIDIA GPU, without asking JAX."""
-    # Asking JAX would initialise a client in the parent, which takes memory from the worker.
+    """Whether this host seems to have an NVIDIA GPU, without initialising JAX."""
+    # JAX would initialise a client in the parent, which takes memory from the worker.
     return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 #: training steps take minutes (engineering choice).
 REPLY_TIMEOUT = 600.0
 #: Settings of glibc's allocator (mallopt(3)) under which freed memory stays with the process, in
-#: one arena: no mmap for large blocks, no trimming below 100 GB, growth by 64 MiB. With its
-#: defaults results often come in fresh pages, whose faults take up to ten times as long as the
-#: kernel itself, depending on what the process allocated before. The worker maps the pages of its
+#: one arena: no mmap for large blocks, no trimming below 100 GB, growth by 64 MiB. With the
+#: defaults results are often in fresh pages, whose faults take up to ten times as long as the
+#: kernel itself, depending on earlier allocations of the process. The worker maps the pages of its
 #: heap before it measures.
 ALLOCATOR_ENV = {
     "MALLOC_ARENA_MAX": "1",
@@ -108,7 +108,7 @@ class WorkerClient:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Turn the end or hang of a worker into :class:`WorkerDied`, with its last line."""
+        """Convert the end or hang of a worker to :class:`WorkerDied`, with its last line."""
         try:
             yield
         except WorkerTimeout:
@@ -150,12 +150,12 @@ class Measurer:
         return self._client
 
     def measure(self, batch: list[Item], upcoming: list[Item] | None = None) -> list[JsonObject]:
-        """Measure a batch; where the worker dies or errs, each program is tried alone.
+        """Measure a batch; if the worker dies or fails, each program is tried alone.
 
         Args:
             batch: Programs to measure.
             upcoming: The batch of the next call, for the worker to compile meanwhile. It must then
-                really be the next request.
+                actually be the next request.
 
         Returns:
             One reply per program: with ``rows`` and ``missing``, or with ``failed``.
@@ -176,7 +176,7 @@ class Measurer:
         except WorkerDied as death:
             trouble = death.what
             self.restart()
-        # A batch that died or erred is measured program by program, to find the one at fault; a
+        # A batch that died or failed is measured program by program, to find the one at fault; a
         # single program without a reply is that one.
         left = [item for item in batch if item.key not in self._early]
         if left and len(batch) == 1:

@@ -1,9 +1,9 @@
-"""Profiles of XLA read from the file's fields, for releases of JAX without ``ProfileData``.
+"""XLA profiles read from the file's fields, for releases of JAX without ``ProfileData``.
 
 The message is tsl's XSpace
 (https://github.com/openxla/xla/blob/main/third_party/tsl/tsl/profiler/protobuf/xplane.proto):
-planes of lines of events, whose names and statistics are kept once in each plane. Only what
-:func:`opcast.datagen.profile.trace.executed` reads is here, under the names that JAX gives it.
+planes of lines of events, whose names and statistics are stored once per plane. Only the fields
+that :func:`opcast.datagen.profile.trace.executed` reads are supported, under the names of JAX.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 from ...common.wire import fields, signed
 
 Stat = int | float | str | bytes
-# Numbers of fields, by message.
+# Field numbers, by message.
 _PLANES = 1
 _PLANE_NAME, _LINES, _EVENT_NAMES, _STAT_NAMES, _PLANE_STATS = 2, 3, 4, 5, 6
 _VALUE, _ID, _NAME = 2, 1, 2
@@ -47,7 +47,7 @@ class ProfilePlane:
     """A plane: a device, or the host.
 
     Args:
-        data: Its message.
+        data: The encoded message.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -77,7 +77,7 @@ class ProfilePlane:
 
     @property
     def lines(self) -> Iterator[ProfileLine]:
-        """Its lines."""
+        """Lines of the plane."""
         for data in self._lines:
             name, shown, zero_ns = "", "", 0
             events = []
@@ -122,7 +122,7 @@ class ProfilePlane:
 
     def _value(self, number: int, value: int | memoryview) -> Stat | None:
         if isinstance(value, int):
-            if number == _REFERENCE:  # a text that is kept among the names
+            if number == _REFERENCE:  # a text that is stored among the names
                 return self._stat_names.get(value, "")
             return signed(value) if number == _SIGNED else value
         if number == _DOUBLE:
@@ -132,10 +132,10 @@ class ProfilePlane:
 
 
 def read_planes(data: bytes) -> list[ProfilePlane]:
-    """Return the planes of a profile.
+    """Planes of a profile.
 
     Raises:
-        ValueError: It is cut off, or no profile.
+        ValueError: It is truncated, or not a profile.
     """
     found = fields(memoryview(data))
     return [ProfilePlane(v) for n, v in found if n == _PLANES and isinstance(v, memoryview)]
@@ -143,7 +143,7 @@ def read_planes(data: bytes) -> list[ProfilePlane]:
 
 @dataclass(frozen=True)
 class FileProfile:
-    """A profile as :class:`jax.profiler.ProfileData` gives it."""
+    """A profile with the interface of :class:`jax.profiler.ProfileData`."""
 
     planes: list[ProfilePlane]
 

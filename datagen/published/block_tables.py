@@ -1,7 +1,7 @@
 """Reads the kernel pack's tables of attention and experts, of layers, and of new attention.
 
 Their rows become operators of the families in :data:`~opcast.features.operators.schema.BLOCKS`.
-Sizes that a table gives by a model's name alone are filled in from the model's configuration.
+Sizes that a table gives only by a model's name are filled in from the model's configuration.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ...common.errors import DatasetError
 from ...features.operators.schema import BLOCKS
 from .packs import BLOCK_TABLES, doubted, kind_of, pack_data
 
-#: Width of a shared expert where the table gives none, and of the feed-forward layer of Llama 8B.
+#: Width of a shared expert if the table gives none, and of the feed-forward layer of Llama 8B.
 _SHARED, _LLAMA_INNER = 512, 14336
 
 
 def block_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Bring a table into operators of blocks.
+    """Convert a table to operators of blocks.
 
     Args:
         table: ``attention_moe``, ``layers`` or ``new_attention`` of the kernel pack, with or
@@ -29,12 +29,12 @@ def block_rows(table: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         ``id``, ``key``, ``device``, ``dtype``, ``kv_dtype``, ``op``, ``backend``, ``kernel`` (with
-        the method), ``distribution`` (formats and scales, of a layer its model), the families'
-        parameters, ``split`` and ``latency_us`` where given, and ``suspect`` (whether the
+        the method), ``distribution`` (formats and scales; the model for layers), the families'
+        parameters, ``split`` and ``latency_us`` if present, and ``suspect`` (whether the
         publishers doubt the row).
 
     Raises:
-        DatasetError: The columns are those of none of the tables.
+        DatasetError: The columns match none of the tables.
         KeyError: A column is missing.
     """
     readers = dict(zip(BLOCK_TABLES, (_attention_moe, _layers, _new_attention), strict=True))
@@ -68,8 +68,9 @@ def training_blocks(paths: Iterable[Path]) -> pd.DataFrame:
     for path in paths:
         rows = block_rows(read_table(path))
         known = {name: in_catalogue(name) for name in rows["device"].unique()}
-        # Half of the layers that a TPU's compiler merges are doubted row by row, and the rest with
-        # them may be (README of the kernel pack, trap 4); they stay, since they are what is asked.
+        # Half of the layers that a TPU's compiler merges are doubted row by row, and the rest may
+        # be wrong as well (README of the kernel pack, trap 4); they stay, since queries ask for
+        # them.
         good = ~rows["suspect"] & (rows["key"] != "") & (rows["latency_us"] > 0)
         rows = rows[good & rows["device"].map(known)]
         parts.append(rows.assign(device=rows["device"].map(lambda name: find_device(name).name)))
@@ -79,7 +80,7 @@ def training_blocks(paths: Iterable[Path]) -> pd.DataFrame:
 def _attention_moe(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     experts = (table["family"] == "moe").to_numpy()
     rows["key"] = np.where(experts, "layer/experts", "batch/attention")
-    # Which of hundreds of kernels was fastest is known only once they have run.
+    # Which of hundreds of kernels was fastest is known only after they have run.
     rows["kernel"] = rows["method"]
     rows["op"] = np.where(experts, rows["op"], table["family"].astype(str))
     rows["distribution"] = _texts(table, "detail")
@@ -162,7 +163,7 @@ def _new_attention(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _only_stages(rows: pd.DataFrame, family: np.ndarray) -> None:
-    """Leave out of single kernels what they do not compute; HCA has no indexer."""
+    """Clear the sizes of stages that a single kernel does not compute; HCA has no indexer."""
     op = rows["op"].astype(str).to_numpy(object)
     says = [
         ("logits" in f, "attn" in f, "skip_indexer" in o) for f, o in zip(family, op, strict=True)
@@ -173,7 +174,7 @@ def _only_stages(rows: pd.DataFrame, family: np.ndarray) -> None:
     rows.loc[unprojected, ["shared_weights", "head_weights"]] = 0.0
     rows.loc[attends | skips | dense, "index_heads"] = 0.0
     rows.loc[logits, "chosen"] = 0.0
-    # Every compressed key is seen: more than any history has.
+    # All compressed keys are visible: more than any history has.
     rows.loc[dense, "chosen"] = 2.0**30
 
 
@@ -193,7 +194,7 @@ def _texts(table: pd.DataFrame, column: str) -> np.ndarray:
 
 
 def _numbers(table: pd.DataFrame, column: str, default: float = 0.0) -> np.ndarray:
-    """A column's numbers, float64, with ``default`` where there is none."""
+    """A column's numbers, float64, with ``default`` for missing values."""
     if column not in table:
         return np.full(len(table), default)
     return pd.to_numeric(table[column]).to_numpy(np.float64, na_value=default)

@@ -1,7 +1,7 @@
 """Finds and reads operator tables in clones of their publishers' repositories.
 
 Paths, columns, units and names of devices are data, under ``clone`` in
-``features/operators/sources.yaml``. Everything else in a clone is left alone.
+``features/operators/sources.yaml``. Everything else in a clone is ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...features.operators.schema import sources
 
 logger = logging.getLogger(__name__)
 
-#: Part of the shapes that are held out as ``val``, the same ones for every device; the share of the
+#: Fraction of the shapes that are held out as ``val``, the same ones for every device; as in the
 #: packs' own splits.
 HELD_OUT = 0.05
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -37,7 +37,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
 }
 
-#: How a source's clone is read: what ``clone`` of its entry holds.
+#: How a source's clone is read: the content of ``clone`` in its entry.
 Layout = JsonMapping
 
 
@@ -57,7 +57,7 @@ class CloneFile:
 
 
 def clone_files(folder: Path) -> list[CloneFile]:
-    """List the operator tables of a clone, in a fixed order; empty if the clone is unknown."""
+    """Operator tables of a clone, in a fixed order; empty if the clone is unknown."""
     paths = sorted(p for p in folder.rglob("*") if p.suffix in (".csv", ".txt", ".parquet"))
     known: list[CloneFile] = []
     newest: dict[tuple[str, ...], tuple[tuple[int, ...], CloneFile]] = {}
@@ -74,7 +74,7 @@ def clone_files(folder: Path) -> list[CloneFile]:
             if not source.clone.get("newest"):
                 known.append(file)
                 continue
-            # Parquet wins over text of the same version: it keeps the types of columns.
+            # Parquet takes precedence over text of the same version: it keeps the column types.
             rank = (*version_numbers(named["version"]), path.suffix == ".parquet")
             key = tuple(named[part] for part in ("device", "backend", "table"))
             if key not in newest or newest[key][0] < rank:
@@ -114,10 +114,10 @@ def clone_rows(path: Path, source: str, layout: Layout, named: Mapping[str, str]
         path: The table.
         source: Name of its publisher.
         layout: How it is read.
-        named: What its path tells: ``table``, ``device``, ``part`` …
+        named: Parts of its path: ``table``, ``device``, ``part`` …
 
     Raises:
-        DatasetError: It cannot be read, or is of an unknown device.
+        DatasetError: It cannot be read, or its device is unknown.
         KeyError: A column is missing.
     """
     told = {key: named[key] for key in ("device", "backend", "version", "model") if key in named}
@@ -165,7 +165,7 @@ def _parts(table: pd.DataFrame, layout: Layout, named: str) -> Iterator[pd.DataF
             if name in layout["tables"]:
                 yield _converted(table[names == name].reset_index(drop=True), layout, name)
     else:
-        # A file need not hold all tables, but what it holds has to be whole.
+        # A file need not hold all tables, but those it holds must be complete.
         timed = [name for name in layout["tables"] if _is_timed(table, layout, name)]
         for name in timed or list(layout["tables"])[:1]:
             yield _converted(table, layout, name)
@@ -246,8 +246,8 @@ def _table(path: Path) -> pd.DataFrame:
 
 def with_split(rows: pd.DataFrame) -> pd.DataFrame:
     """Mark a fixed part of the shapes as ``val`` and the others as ``train``."""
-    # By a hash of the shape's numbers: equal shapes fall on one side on every device, which keeps
-    # a held-out shape unseen.
+    # By a hash of the shape's numbers: equal shapes fall on the same side on every device, which
+    # keeps a held-out shape unseen.
     shape = rows.select_dtypes("number").drop(columns=[c for c in rows if "latency" in str(c)])
     digest = pd.util.hash_pandas_object(shape.astype(np.float64), index=False).to_numpy()
     held = digest / 2.0**64 < HELD_OUT
@@ -255,9 +255,9 @@ def with_split(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version, such as ``1.3.0rc10``, in whose order versions come.
+    """Numbers of a version such as ``1.3.0rc10``, which compare in the order of versions.
 
-    A release candidate comes before its release.
+    A release candidate precedes its release.
     """
     # A release counts as a candidate with a number that no real one reaches.
     main, _, candidate = text.partition("rc")

@@ -1,6 +1,6 @@
 """Imports published tables of measured latencies.
 
-Every row becomes a sample of level ``operator`` whose kernel carries its parameters in its text
+Every row becomes a sample of level ``operator`` whose kernel text contains its parameters
 (see :mod:`opcast.features.operators.hlo`). Shards are written one by one under names that identify
 their content, so that a stopped import can be resumed.
 """
@@ -39,14 +39,14 @@ from ...features.operators.schema import KERNEL_KINDS, methods, sources
 from .clones import CloneFile, clone_files, with_split
 from .packs import CONV_FILE, PRODUCT_FILES, training_convs, training_products
 
-#: Files with operators, of either pack.
+#: Files of operators, of either pack.
 OPERATOR_FILES = tuple(f"{own.table}.parquet" for own in sources().values() if own.table)
 #: Columns that every table has.
 REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
-#: Columns of a table of one's own: rows without ``id`` are numbered, and without ``split`` part of
-#: the shapes is held out.
+#: Columns of a user's table: rows without ``id`` are numbered, and without ``split`` a part of the
+#: shapes is held out.
 OWN = ("source", "family", "op", "dtype", "device", "latency_us")
-#: Rows of a shard, which bound the memory of an import (engineering choice).
+#: Rows per shard, which bound the memory of an import (engineering choice).
 ROWS_PER_SHARD = 100_000
 #: Normalisations are reductions; every other memory-bound operator counts as a fusion.
 _KIND_OF_OP = {"softmax": "reduce", "ln": "reduce", "layernorm": "reduce", "rmsnorm": "reduce"}
@@ -78,19 +78,19 @@ def import_published(
     show: bool = False,
     described: Mapping[str, DeviceSpec] | None = None,
 ) -> Imported:
-    """Turn the operator tables of a folder into a dataset.
+    """Convert the operator tables of a folder to a dataset.
 
     Args:
-        folder: Holds :data:`OPERATOR_FILES` or tables of XLA's products, itself or in its
-            subfolders; or is a clone of a repository that
-            :mod:`~opcast.datagen.published.clones` knows; or holds, or is, tables of one's own
-            with the columns :data:`OWN`, CSV or parquet, of any name.
-        out: Dataset folder; shards that are there already are kept.
+        folder: A folder with :data:`OPERATOR_FILES` or tables of XLA's products, possibly in
+            subfolders; or a clone of a repository that
+            :mod:`~opcast.datagen.published.clones` supports; or a user's CSV or parquet table with
+            the columns :data:`OWN` and any name, or a folder of them.
+        out: Dataset folder; existing shards are kept.
         show: Whether to show a progress bar.
-        described: Devices of one's own by name, beside those of the catalogue.
+        described: The user's devices by name, in addition to those of the catalogue.
 
     Raises:
-        DatasetError: No table is there, or one lacks a column or names an unknown operator.
+        DatasetError: There is no table, or one lacks a column or names an unknown operator.
         DeviceError: A device is neither described nor in the catalogue.
     """
     own = described or {}
@@ -120,7 +120,7 @@ def import_published(
 
 
 def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]:
-    """Return the number of parts to import (for a clone, of files), and the parts."""
+    """Number of parts to import (for a clone, of files), and the parts."""
     files, products = _files(folder), _products(folder)
     if files or products:
         total = sum(-(-_open(p).metadata.num_rows // ROWS_PER_SHARD) for p in files)
@@ -141,7 +141,7 @@ def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]
 
 
 def _own(folder: Path) -> list[CloneFile]:
-    """Tables of one's own: a file, or those of a folder that have the columns."""
+    """A user's tables: a file, or those of a folder that have the columns."""
     if folder.is_file():
         return [_own_file(folder, folder.name)]
     tables = (p for p in sorted(folder.rglob("*")) if p.suffix == ".parquet" or is_csv(p))
@@ -231,7 +231,7 @@ def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pd.DataFrame]:
 
 
 def _checked(part: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Return the rows with texts as ``str`` and latencies as ``float``.
+    """Convert texts to ``str`` and latencies to ``float``.
 
     Raises:
         DatasetError: A latency is not a number, or a source is not a valid name.
@@ -247,7 +247,7 @@ def _checked(part: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
-    """Make samples of published rows, in their order.
+    """Convert published rows to samples, in the same order.
 
     Args:
         part: Rows of a published table, each with a positive latency.
@@ -286,7 +286,7 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
             "kind": kind,
             "dtype": rows["dtype"].map(_DTYPE).fillna(rows["dtype"]),
             "device": device,
-            # The minimum stands for the 10 % quantile where it was published.
+            # The minimum, if published, is used as the 10 % quantile.
             "latency_us_p10": np.fmin(_numbers(rows, "latency_min_us", np.inf), median),
             "latency_us_p50": median,
             # 1.2816 standard deviations: the 90 % quantile of a normal distribution.
@@ -317,7 +317,7 @@ def _numbers(rows: pd.DataFrame, column: str, default: float) -> np.ndarray:
 
 
 def _write_runs(out: Path, part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> None:
-    """Write a run record for every (source, device), with what is known of its labels."""
+    """Write a run record for every (source, device), with the method of its labels."""
     for source, name in part[["source", "device"]].drop_duplicates().itertuples(index=False):
         spec = devices[name]
         run_id = f"{source}-{spec.name}"

@@ -1,8 +1,8 @@
-"""The published packs: kinds of tables, as ``packs.yaml`` lists them, and rows of some of them.
+"""The published packs: kinds of tables, as listed in ``packs.yaml``, and rows of some of them.
 
 XLA's ``matmul`` table lists dots that XLA autotuned; the ``gemm`` table of the kernel pack holds
-the same measurements of more devices (``source`` ``xla``) beside libraries of other publishers. Its
-``conv`` table is what MIOpen's tuning gave.
+the same measurements for more devices (``source`` ``xla``) along with libraries of other
+publishers. Its ``conv`` table comes from MIOpen's tuning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...common.parquet import read_table
 from ...features.devices.catalogue import find_device
 from ...features.operators.schema import PARAMETERS, faulty, methods, sources
 
-#: Kinds whose rows are matrix products, and layers or blocks of models.
+#: Kinds whose rows are matrix products, and kinds of layers or blocks of models.
 PRODUCTS = ("matmul", "gemm")
 BLOCK_TABLES = ("attention_moe", "layers", "new_attention")
 
@@ -38,14 +38,14 @@ class Kind:
     without: frozenset[str] = frozenset()
 
     def has(self, name: str, columns: Collection[str]) -> bool:
-        """Whether a table of a name with some columns is of the kind."""
+        """Whether a table with this name and these columns is of the kind."""
         if any(fnmatchcase(name, pattern) for pattern in self.names):
             return True
         return bool(self.columns) and self.columns <= set(columns) and not self.without & {*columns}
 
 
 def pack_data() -> Any:
-    """What ``packs.yaml`` holds."""
+    """Content of ``packs.yaml``."""
     return own_data("datagen/published/packs.yaml")
 
 
@@ -64,18 +64,18 @@ def kinds() -> dict[str, Kind]:
 
 
 def kind_of(columns: Iterable[object], name: str = "") -> str:
-    """Kind of a table; empty if it is of none.
+    """Kind of a table; empty if there is none.
 
     Args:
-        columns: Its columns.
-        name: Name of its file; without one, the columns alone tell.
+        columns: Columns of the table.
+        name: Name of its file; if empty, only the columns are compared.
     """
     known = {str(column) for column in columns}
     return next((kind for kind, own in kinds().items() if own.has(name, known)), "")
 
 
 def files_of(folder: Path, kind: str) -> list[Path]:
-    """Files of a kind: of its first pattern that has any below the folder; a file if it is one."""
+    """Files of a kind below a folder, by its first pattern with matches; or the file itself."""
     if folder.is_file():
         return [folder] if kind_of(read_table(folder).columns, folder.name) == kind else []
     for pattern in kinds()[kind].files:
@@ -87,7 +87,7 @@ def files_of(folder: Path, kind: str) -> list[Path]:
 
 #: Files that an import reads besides operator tables: of products, and of convolutions.
 PRODUCT_FILES, CONV_FILE = ("matmul.csv.gz", "gemm.parquet"), "conv.parquet"
-#: Columns that make a product of a source.
+#: Columns that identify a product of a source.
 _SHAPE = (
     *("source", "device", "dtype", "b", "m", "n", "k"),
     *("trans_a", "trans_b", "preshuffled"),
@@ -97,15 +97,15 @@ CONV_SIZES = PARAMETERS["conv_nd"][:-1]
 
 
 def product_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Bring a table of products into the schema of operator tables.
+    """Convert a table of products to the schema of operator tables.
 
     Args:
         table: Rows of XLA's ``matmul`` table or of the kernel pack's ``gemm`` table.
 
     Returns:
-        ``id`` (the number of the row where the table has none), ``source``, ``op``, ``family``,
-        ``dtype``, ``device``, ``b m n k``, ``split`` and ``latency_us`` where given, and
-        ``suspect``, whether the publishers doubt the row.
+        ``id`` (by default the row number), ``source``, ``op``, ``family``, ``dtype``, ``device``,
+        ``b m n k``, ``split`` and ``latency_us`` if present, and ``suspect``, whether the
+        publishers doubt the row.
     """
     xla = kind_of(table.columns) == "matmul"
     rows = _named(table, ("device", "b", "m", "n", "k"))
@@ -124,17 +124,17 @@ def product_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def conv_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Bring a table of convolutions into the schema of operator tables.
+    """Convert a table of convolutions to the schema of operator tables.
 
-    The solver, its algorithm and its workspace are known after tuning only and are left out.
+    The solver, its algorithm and its workspace are known only after tuning and are left out.
 
     Args:
         table: Rows of the ``conv`` table of the kernel pack, or queries with its columns.
 
     Returns:
-        ``id`` (the number of the row where the table has none), ``source``, ``op`` (the direction),
-        ``family``, ``dtype``, ``device``, the parameters (a layout that is unknown is missing), and
-        ``split`` and ``latency_us`` where given.
+        ``id`` (by default the row number), ``source``, ``op`` (the direction), ``family``,
+        ``dtype``, ``device``, the parameters (an unknown layout is missing), and ``split`` and
+        ``latency_us`` if present.
     """
     rows = _named(table, ("device", "dtype", *CONV_SIZES))
     rows["source"] = table["source"].astype(str).to_numpy() if "source" in table else "MIOpen"
@@ -145,7 +145,7 @@ def conv_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _named(table: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:
-    """Some columns, and ``id``, ``split`` and ``latency_us`` as far as there are any."""
+    """The given columns, and ``id``, ``split`` and ``latency_us`` as far as present."""
     rows = pd.DataFrame({c: table[c].to_numpy() for c in columns})
     numbers = np.arange(len(table)).astype(str).astype(object)
     rows["id"] = table["id"].astype(str).to_numpy() if "id" in table else numbers
@@ -156,10 +156,10 @@ def _named(table: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:
 
 
 def _with_layout(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """Add how operands lie, as the group ``tuned_gemm`` has it."""
+    """Add the operand layout, as in the group ``tuned_gemm``."""
     layout = table["layout"].astype(str).to_numpy(object) if "layout" in table else ""
     given = pd.Series(layout, index=rows.index)
-    # Other libraries than rocBLAS store weights by rows of their outputs.
+    # Libraries other than rocBLAS store weights by rows of their outputs.
     transposed = given.where(given.isin(("nn", "nt", "tn", "tt")), "nt")
     rotating = [name for name, own in sources().items() if own.rotates]
     return rows.assign(
@@ -192,8 +192,8 @@ def doubted(table: pd.DataFrame) -> np.ndarray:
 def training_products(paths: Iterable[Path]) -> dict[Path, pd.DataFrame]:
     """Rows of products that a model may learn from, by file.
 
-    Suspect rows are left out, and XLA's rows in the kernel pack on devices of XLA's own table,
-    which they repeat with other splits. Sources without a method are not learned from.
+    Suspect rows are left out, as are XLA's rows in the kernel pack for devices of XLA's own table,
+    which they repeat with different splits. Sources without a method are not used.
 
     Raises:
         DatasetError: A file cannot be read, or is no table of products.
@@ -205,7 +205,7 @@ def training_products(paths: Iterable[Path]) -> dict[Path, pd.DataFrame]:
         if kind_of(table.columns) not in PRODUCTS:
             raise DatasetError("is no table of products", where=str(path))
         rows = product_rows(table)
-        # f32 results of bf16 operands have no parameter of their own.
+        # f32 results of bf16 operands are not a parameter of the model.
         wide = table["out_dtype"].eq("fp32") if "out_dtype" in table else rows["suspect"] & False
         wide &= rows["dtype"].eq("bf16") & rows["source"].eq("xla")
         rows = rows[rows["source"].isin(list(methods())) & ~rows["suspect"] & ~wide]
@@ -232,13 +232,13 @@ def training_convs(path: Path) -> pd.DataFrame:
 
 
 def _of_catalogue(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the catalogue's names of their devices."""
+    """Rows with the catalogue names of their devices."""
     names = {name: find_device(str(name)).name for name in rows["device"].unique()}
     return rows.assign(device=rows["device"].map(names))
 
 
 def _merged(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a product: its median over versions of the table.
+    """One row per product: its median over versions of the table.
 
     Repeats on both sides of a split would make intervals too narrow.
     """

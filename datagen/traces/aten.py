@@ -1,4 +1,4 @@
-"""Operators of PyTorch in a trace, as rows of operator tables, with the time of their kernels.
+"""PyTorch operators in a trace, as rows of operator tables, with the time of their kernels.
 
 An operator's label is the sum of the kernels that its call launched: method ``kernel`` of
 :mod:`opcast.features.operators.schema`, as for any source without a separate method.
@@ -50,7 +50,7 @@ def _rows_of(shape: Sequence[int], columns: int) -> dict[str, str | int]:
 
 
 def _pointwise(op: str) -> _Make:
-    """An element-wise operator; with one tensor of that size, of a tensor and a number."""
+    """An element-wise operator of two tensors, or of a tensor and a number."""
 
     def make(call: Operator, dtype: str) -> Row | None:
         shapes = [s for s in call.shapes[:2] if s]
@@ -74,7 +74,7 @@ def _pointwise(op: str) -> _Make:
 def _norm(op: str) -> _Make:
     def make(call: Operator, dtype: str) -> Row | None:
         shape = call.shapes[0]
-        # The weight has the normalised dimensions; the last one if there is none.
+        # The weight has the normalised dimensions; the last one if there is no weight.
         weights = [s for s in call.shapes[1:] if s and shape[-len(s) :] == s]
         columns = prod(weights[0]) if weights else shape[-1]
         return {"family": "norm", "op": op, "dtype": dtype, **_rows_of(shape, columns), "n_in": 1}
@@ -85,7 +85,7 @@ def _norm(op: str) -> _Make:
 def _softmax(call: Operator, dtype: str) -> Row | None:
     shape = call.shapes[0]
     dim = call.values[1] if len(call.values) > 1 else ""
-    # Along another dimension than the last it is another kernel.
+    # Along another dimension than the last a different kernel runs.
     if dim not in ("", "-1", str(len(shape) - 1)):
         return None
     sizes = _rows_of(shape, shape[-1])
@@ -115,7 +115,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _convolution(call: Operator, dtype: str) -> Row | None:
-    """``aten::convolution``, whose last argument but for the tensors is the number of groups."""
+    """``aten::convolution``; the number of groups is the last argument."""
     given, weight = call.shapes[:2]
     rank = len(given) - 2
     if rank not in (1, 2, 3) or len(call.values) < 9 or call.values[6] == "True":
@@ -137,7 +137,7 @@ def _convolution(call: Operator, dtype: str) -> Row | None:
 
 
 _DATA: Any = own_data("datagen/traces/operators.toml")
-#: How a row is made of a call, by the family that the file names.
+#: Converters from a call to a row, by the family named in the data file.
 _MAKERS: Mapping[str, Callable[..., _Make]] = {
     "product": _mm,
     "pointwise": _pointwise,
@@ -146,7 +146,7 @@ _MAKERS: Mapping[str, Callable[..., _Make]] = {
     "attention": lambda _: _attention,
     "convolution": lambda _: _convolution,
 }
-#: How a row is made of a call, and the class that its time counts to, by operator.
+#: Converter of each operator, and the class that its time belongs to.
 _OPERATORS: Mapping[str, tuple[str, _Make]] = {
     f"aten::{name}": (kind, _MAKERS[maker](argument))
     for name, (kind, maker, argument) in _DATA["operators"].items()
@@ -158,13 +158,13 @@ class TracedOperator:
     """An operator of one size, with its calls.
 
     Attributes:
-        row: Columns of an operator table; empty where the operator has no family.
-        name: Operator, such as ``aten::addmm``; of kernels without one the kernel's name.
+        row: Columns of an operator table; empty if the operator has no family.
+        name: Operator, such as ``aten::addmm``; the kernel's name for kernels without an operator.
         kind: Class of its time: ``products``, ``attention``, ``convolutions``, ``norms``,
             ``passes``, ``communication``, ``copies`` or ``other``.
-        seconds: Of each call, its kernels summed.
+        seconds: Total kernel time of each call.
         kernels: Names of its kernels.
-        collective: The collective that it is, if any.
+        collective: The collective, if it is one.
     """
 
     row: Row
@@ -181,7 +181,7 @@ class TracedOperator:
 
 
 def traced_operators(events: Iterable[Event]) -> list[TracedOperator]:
-    """Sum the kernels of each call and pool calls of one size, the longest in all first."""
+    """Sum the kernels of each call and pool calls of one size, largest total time first."""
     found: dict[tuple[object, ...], TracedOperator] = {}
     calls: dict[tuple[object, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for number, event in enumerate(events):

@@ -1,8 +1,8 @@
-"""Turns traces into a dataset: rows of kernels and programs, or of operators and collectives.
+"""Converts traces to a dataset: rows of kernels and programs, or of operators and collectives.
 
-By default nothing reveals what ran: instructions, functions, files and lines are left out, and
-programs are called by digests. Kernels stay what they are: their shapes, types and, of custom
-calls, the target that decides their cost.
+By default rows reveal nothing about the source program: names of instructions, functions, files and
+lines are left out, and programs are named by digests. Kernels keep their shapes, types and, for
+custom calls, the target that determines their cost.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _EXPECTED = (
 
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the files of traces; a log directory of ``jax.profiler`` gives its latest profile.
+    """Trace files under the given paths; of a ``jax.profiler`` directory the latest profile.
 
     Raises:
-        DatasetError: A path does not exist, or a directory holds no profile.
+        DatasetError: A path does not exist, or a directory contains no profile.
     """
     files: list[Path] = []
     for path in paths:
@@ -59,14 +59,14 @@ def trace_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def read_trace(path: Path, moved: Callable[[int, int], None] = lambda done, total: None) -> Trace:
-    """Read a trace of any format.
+    """Read a trace of any supported format.
 
     Args:
         path: The file.
-        moved: Told how many bytes of a long text are read, and of how many.
+        moved: Callback with the number of bytes read and the total, for long texts.
 
     Raises:
-        DatasetError: Its format is unknown, it is cut off, or it holds no kernels.
+        DatasetError: Its format is unknown, it is truncated, or it contains no kernels.
     """
     try:
         with path.open("rb") as file:
@@ -93,28 +93,28 @@ def read_trace(path: Path, moved: Callable[[int, int], None] = lambda done, tota
     raise DatasetError("a trace of no known format", where=str(path), hint=_EXPECTED)
 
 
-#: Source of the samples, and of the rows of operators, whose timing method it does not name: they
-#: are sums of kernels then.
+#: Source of the samples, and of the rows of operators. It specifies no timing method, so the rows
+#: are sums of kernels.
 SOURCE = "trace"
-#: Every fifth operator, in the order of its digest, is one to test on.
+#: Every fifth operator, in the order of its digest, is in the test split.
 _FOLDS = 5
 
 
 @dataclass(frozen=True)
 class ImportedTrace:
-    """What became of a trace.
+    """Outcome of importing a trace.
 
     Attributes:
         path: Its file.
-        samples: Rows written; 0 if they were there already.
+        samples: Rows written; 0 if they were already there.
         kept: Whether an earlier import had written them.
         programs: Programs that ran, by digest or name, with their number of runs.
-        matched: Share of the kernels' time that has a label.
-        unmatched: Share of the time of unlabelled kernels by name, the largest first.
-        collectives: Collectives with sizes, written apart.
-        step: The run, or step, in the middle; ``None`` where start times are unknown.
+        matched: Fraction of the kernels' time that has a label.
+        unmatched: Fraction of the time of unlabelled kernels by name, the largest first.
+        collectives: Number of collectives with sizes, which are written separately.
+        step: The run, or step, with the median span; ``None`` if start times are unknown.
         host_s: Seconds between two runs.
-        notes: What the trace lacks.
+        notes: Information that the trace lacks.
     """
 
     path: str
@@ -153,14 +153,14 @@ def import_trace(
 ) -> ImportedTrace:
     """Write the samples of a trace into a dataset's folder.
 
-    The run is named after the file's content: a trace that is there already is kept as it is.
+    The run is named after the file's content: a trace that was imported before is kept as it is.
 
     Args:
         trace: The trace.
-        out: The dataset's folder; made if it is not there.
-        device: What it ran on.
-        given: Programs that ran, where the trace does not hold them.
-        index: Device of the trace; by default all of them, if they ran the same.
+        out: The dataset's folder; created if missing.
+        device: Device on which it was recorded.
+        given: Programs that ran, if the trace does not contain them.
+        index: Device of the trace; by default all of them, if they ran the same kernels.
         keep_names: Keep names of functions, instructions and operators in the run's record.
 
     Raises:
@@ -191,7 +191,7 @@ def import_trace(
         "step_s": {} if step is None else asdict(step) | {"gaps": step.gaps},
         "host_s": host_seconds(found.runs),
         "matched": found.matched / total,
-        # Names of kernels that did not match would reveal as much as names of those that did.
+        # Names of unmatched kernels would reveal as much as names of matched ones.
         "unmatched": shares if keep_names else [s for _, s in shares],
         **({"names": found.names, "file": trace.path} if keep_names else {}),
     }
@@ -234,7 +234,7 @@ def _of_programs(
         lowered = program.lowered if keep_names else anonymous(program.lowered)
         name = _program_name(program, keep_names)
         walls = [run.span for run in program.runs]
-        # A run in which a kernel ran for the first time is one of loading code.
+        # The first run of a kernel includes loading its code.
         walls = walls[1:] if len(walls) > 2 else walls
         sources = (f"{SOURCE}:kernels", f"{SOURCE}:span")
         found.rows += sample_rows(
@@ -244,7 +244,7 @@ def _of_programs(
         found.matched += program.seconds
         for what, seconds in program.unmatched.items():
             found.unmatched[what] = found.unmatched.get(what, 0.0) + seconds
-        # The program that takes most time comes first, and is the one whose steps count.
+        # The program with the largest total time comes first; its steps count.
         found.runs = found.runs or program.runs
         for kernel in program.lowered.kernels if keep_names else ():
             found.names.setdefault(kernel.hash, []).append(kernel.name)
@@ -291,7 +291,7 @@ def is_collective(event: object) -> bool:
 def operator_rows(
     operators: Sequence[TracedOperator], device: DeviceSpec, keep_names: bool
 ) -> tuple[list[Row], dict[str, list[str]]]:
-    """Samples of operators, as those of published tables are made."""
+    """Convert operators to samples, in the same way as published tables."""
     frame = pd.DataFrame([o.row for o in operators])
     whole = [c for c in frame if pd.api.types.is_numeric_dtype(frame[c])]
     frame = frame.astype(dict.fromkeys(whole, "Int64"))
@@ -302,7 +302,7 @@ def operator_rows(
     digest = hashlib.sha256(frame.to_csv().encode()).hexdigest()[:8]
     frame["id"] = [f"{SOURCE}-{digest}-{i}" for i in range(len(frame))]
     made = samples(frame, {device.name: device}).assign(**labels)
-    # Whole sizes are held out; which ones follows from their content alone.
+    # Whole sizes are held out, selected by their content alone.
     fold = made["kernel_hash"].rank(method="dense").astype(int) % _FOLDS
     made["split"] = np.where(fold == 0, "test", "train")
     made["source"] = f"{SOURCE}:kernels"
@@ -316,7 +316,7 @@ def operator_rows(
 
 
 def _collectives_csv(operators: Sequence[TracedOperator], device: str) -> str:
-    """Collectives as ``opcast calibrate-collectives`` reads them."""
+    """Collectives in the format of ``opcast calibrate-collectives``."""
     text = io.StringIO()
     columns = ("op", "bytes", "world_size", "latency_us", "device", "backend", "source")
     writer = csv.writer(text, lineterminator="\n")

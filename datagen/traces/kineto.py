@@ -1,9 +1,9 @@
 """Traces of ``torch.profiler`` (Kineto): kernels, the calls that launched them, operators, steps.
 
 Format: events of Chrome's trace format, written by Kineto
-(https://github.com/pytorch/kineto/blob/main/libkineto/src/output_json.cpp) with PyTorch's own
-arguments (torch/csrc/autograd/profiler_kineto.cpp). Times are microseconds. They are read object by
-object: a training step's trace is gigabytes as one value.
+(https://github.com/pytorch/kineto/blob/main/libkineto/src/output_json.cpp) with PyTorch's
+arguments (torch/csrc/autograd/profiler_kineto.cpp). Times are microseconds. Objects are read one by
+one, since the trace of a training step has gigabytes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from .trace import Collective, Nested, Operator, Trace, TraceKernel
 
 #: Key of the list of events in a Chrome trace (the "JSON Object Format" of its documentation).
 EVENTS = "traceEvents"
-#: Bytes read at once, and the longest single value: no event comes near it. Engineering estimates.
+#: Bytes read at once, and maximum size of a single value: no event comes near it. Engineering
+#: estimates.
 _CHUNK, _LONGEST = 4_000_000, 400_000_000
-#: Categories of what the device ran, and of what the host called.
+#: Categories of device activities, and of host calls.
 _KERNELS, _COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
-#: Collectives by NCCL's names, without underscores and case, as PyTorch and the kernels write them.
+#: Collectives by NCCL's names, without underscores and case, as PyTorch and the kernels spell them.
 COLLECTIVES: dict[str, str] = own_data("datagen/traces/operators.toml")["collectives"]
-#: Bytes of an element by the names of NumPy and of C, both of which traces use.
+#: Bytes of an element by the type names of NumPy and of C, both of which occur in traces.
 _WIDTHS = {name: DTYPE_BITS[kind] // 8 for name, kind in HLO_NAMES.items()} | {
     "half": 2, "float": 4, "double": 8, "int": 4, "long": 8, "byte": 1, "char": 1,
 }  # fmt: skip
@@ -43,7 +44,7 @@ _WIDTHS = {name: DTYPE_BITS[kind] // 8 for name, kind in HLO_NAMES.items()} | {
 
 @dataclass
 class _Read:
-    """What is kept of a file."""
+    """Content of a file that is kept."""
 
     kernels: list[tuple[TraceKernel, int, int | None, int | None]] = field(default_factory=list)
     calls: dict[object, list[tuple[float, float, Operator]]] = field(
@@ -58,14 +59,14 @@ class _Read:
 
 
 def read_kineto(path: Path, moved: Callable[[int, int], None] = lambda done, total: None) -> Trace:
-    """Read a trace of PyTorch.
+    """Read a PyTorch trace.
 
     Args:
-        path: JSON of ``export_chrome_trace``, also gzipped.
-        moved: Told how many bytes are read, and of how many.
+        path: JSON of ``export_chrome_trace``, possibly gzipped.
+        moved: Callback with the number of bytes read and the total.
 
     Raises:
-        DatasetError: It is cut off or no trace, or holds no kernels.
+        DatasetError: It is truncated or not a trace, or contains no kernels.
     """
     read = _Read()
     for key, value in stream_events(path, moved):
@@ -175,7 +176,7 @@ def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
 
 
 def collective_of(name: str, args: Mapping[str, object]) -> Collective | None:
-    """What NCCL did: by PyTorch's arguments, or at least by the kernel's name."""
+    """The NCCL collective, from PyTorch's arguments or else from the kernel's name."""
     said = str(args.get("Collective name", ""))
     lowered = name.lower()
     if not said and not lowered.startswith(("nccl", "rccl")):
@@ -190,7 +191,7 @@ def collective_of(name: str, args: Mapping[str, object]) -> Collective | None:
 
 
 def _op(text: str) -> str:
-    """The collective that a name begins with; the longest match counts."""
+    """The collective whose name the text starts with; the longest match counts."""
     plain = re.sub(r"[^a-z]", "", text.lower()).removeprefix("nccl").removeprefix("coalesced")
     known = [name for name in COLLECTIVES if plain.startswith(name)]
     return COLLECTIVES[max(known, key=len)] if known else ""
@@ -204,7 +205,7 @@ def _trace(path: Path, read: _Read) -> Trace:
         launch = read.launches.get(correlation) if correlation is not None else None
         if launch is not None:
             kernel.launched = launch[1] * 1e3
-        # Without the call, by the operator that Kineto found around it.
+        # Without the call, use the operator that Kineto found around it.
         called = launch or (read.external.get(external) if external is not None else None)
         if called is not None and called[0] in threads:
             kernel.operators = tuple(threads[called[0]].around(called[1]))
@@ -219,7 +220,7 @@ def _trace(path: Path, read: _Read) -> Trace:
 
 
 class _Text:
-    """A window on a text that moves forward."""
+    """A forward-moving window on a text."""
 
     def __init__(self, path: Path, moved: Callable[[int, int], None]) -> None:
         self._path = path
@@ -238,7 +239,7 @@ class _Text:
         self._file.close()
 
     def _more(self) -> None:
-        """Read on.
+        """Read the next chunk.
 
         Raises:
             DatasetError: The text ends here, or cannot be unpacked or decoded.
@@ -251,13 +252,13 @@ class _Text:
         if not chunk:
             raise self._cut("the file ends in the middle")
         data = self._rest + chunk
-        # A character may be cut in two: at most three bytes of it are here.
+        # A character may be split: at most three bytes of it are here.
         whole = len(data)
         while whole > len(data) - 4 and whole and data[whole - 1] & 0xC0 == 0x80:
             whole -= 1
         whole = whole - 1 if whole and data[whole - 1] >= 0xC0 else len(data)
         self._rest = data[whole:]
-        # Names of kernels that are no UTF-8 must not stop a trace from being read.
+        # Kernel names that are not UTF-8 must not prevent reading a trace.
         self.text = self.text[self.place :] + data[:whole].decode(errors="replace")
         self.place = 0
 
@@ -265,7 +266,7 @@ class _Text:
         return DatasetError(what, where=str(self._path), hint="export the trace again")
 
     def peek(self) -> str:
-        """The next character that is no space."""
+        """The next non-space character."""
         while True:
             while self.place < len(self.text) and self.text[self.place] in " \t\r\n":
                 self.place += 1
@@ -274,10 +275,10 @@ class _Text:
             self._more()
 
     def take(self, wanted: str) -> None:
-        """Pass over one of the characters.
+        """Consume one of the characters.
 
         Raises:
-            DatasetError: There is another one.
+            DatasetError: There is a different one.
         """
         if self.peek() not in wanted:
             raise DatasetError(
@@ -289,13 +290,13 @@ class _Text:
         self.place += 1
 
     def value(self) -> object:
-        """The next value, whole."""
+        """The next complete value."""
         self.peek()
         while True:
             try:
                 value, end = self._decoder.raw_decode(self.text, self.place)
             except json.JSONDecodeError as error:
-                # In the middle of what is here no further text would help.
+                # An error before the end of the window is not due to missing text.
                 inside = error.pos < len(self.text) - 100
                 if inside and not error.msg.startswith("Unterminated"):
                     raise self._cut(f"not JSON: {error.msg} at {error.pos}") from None
@@ -303,7 +304,7 @@ class _Text:
                     raise self._cut("a value does not end") from None
                 self._more()
                 continue
-            # A number at the end of the window may go on behind it.
+            # A number at the end of the window may continue.
             if end == len(self.text) and not isinstance(value, dict | list | str):
                 self._more()
                 continue
@@ -314,14 +315,14 @@ class _Text:
 def stream_events(
     path: Path, moved: Callable[[int, int], None] = lambda done, total: None
 ) -> Iterator[tuple[str, object]]:
-    """Pass over a Chrome trace: ``(traceEvents, event)`` for each event, other keys whole.
+    """Iterate over a Chrome trace: ``(traceEvents, event)`` per event, other keys as a whole.
 
     Args:
-        path: JSON, also gzipped: an object with ``traceEvents``, or a list of events.
-        moved: Told how many bytes of the file are read, and of how many.
+        path: JSON, possibly gzipped: an object with ``traceEvents``, or a list of events.
+        moved: Callback with the number of bytes read and the total.
 
     Raises:
-        DatasetError: The file is cut off, or no trace.
+        DatasetError: The file is truncated, or not a trace.
     """
     text = _Text(path, moved)
     try:

@@ -1,9 +1,9 @@
-"""Reports of Nsight Systems: the SQLite export, and the tables that ``nsys stats`` writes as CSV.
+"""Nsight Systems reports: the SQLite export, and the tables that ``nsys stats`` writes as CSV.
 
 Schema: https://docs.nvidia.com/nsight-systems/UserGuide/index.html, "SQLite Schema Reference".
-Tables are there only if they have rows, and columns come and go between versions, so both are
-looked up. Times are nanoseconds. What XLA ran is told by its NVTX ranges, ``XlaModule:#…#`` and
-``Thunk:#hlo_op=…#`` inside of it, around the call of each kernel; what PyTorch ran by those of
+Tables exist only if they have rows, and columns differ between versions, so both are looked up.
+Times are nanoseconds. XLA's modules and instructions come from its NVTX ranges, ``XlaModule:#…#``
+and nested ``Thunk:#hlo_op=…#``, around the call of each kernel; PyTorch's operators from those of
 ``torch.autograd.profiler.emit_nvtx(record_shapes=True)``.
 """
 
@@ -26,17 +26,17 @@ from .trace import Nested, Operator, Trace, TraceKernel
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
-#: Whole replays of graphs, by nsys' default; the kernel table then lacks what they ran.
+#: Whole replays of graphs, nsys' default; the kernel table then lacks their kernels.
 _GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RUNTIME, _STRINGS, _NVTX = "CUPTI_ACTIVITY_KIND_RUNTIME", "StringIds", "NVTX_EVENTS"
 _HINT = "record with nsys profile --trace=cuda,nvtx, then nsys export --type sqlite"
-#: Parts of the text of ranges: of XLA, of PyTorch, and of steps that programs mark.
+#: Patterns in the text of ranges: of XLA, of PyTorch, and of steps that programs mark.
 _HLO_OP = re.compile(r"Thunk:#(?:.*,)?hlo_op=([^,#]+)")
 _HLO_MODULE = re.compile(r"XlaModule:#(?:.*,)?hlo_module=([^,#]+)")
 _PROGRAM_ID = re.compile(r"program_id=(\d+)")
 _ATEN = re.compile(r"(aten::\w+)(?:,.*?sizes = (\[.*\]))?")
 _STEP = re.compile(r"\b(?:ProfilerStep|step|iteration|iter)\W*\d+", re.IGNORECASE)
-#: Element types by what the kernels of libraries have in their names; the first match counts.
+#: Element types by patterns in the names of library kernels; the first match counts.
 _TYPES = (
     (re.compile(r"bf16|bfloat16", re.IGNORECASE), "c10::BFloat16"),
     (re.compile(r"f16f16|_f16|hgemm|half|_h_|fp16", re.IGNORECASE), "c10::Half"),
@@ -57,10 +57,10 @@ def read_nsys(path: Path) -> Trace:
     """Read an SQLite export.
 
     Raises:
-        DatasetError: It is no export of Nsight Systems, is damaged, or holds no kernels.
+        DatasetError: It is not an export of Nsight Systems, is damaged, or contains no kernels.
     """
     try:
-        # Read-only, so that no journal is left beside a file of the user's.
+        # Read-only, so that no journal is left beside the user's file.
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as base:
             return _read(path, base)
     except sqlite3.Error as error:
@@ -111,7 +111,7 @@ def _read(path: Path, base: sqlite3.Connection) -> Trace:
 
 
 def _rows(base: sqlite3.Connection, table: str, columns: Sequence[str]) -> list[dict[str, int]]:
-    """Rows of a table; columns that it lacks are 0."""
+    """Rows of a table; missing columns are 0."""
     there = {row[1] for row in base.execute(f"PRAGMA table_info({table})")}
     asked = ", ".join(f'"{c}"' if c in there else "0" for c in columns)
     return [
@@ -120,7 +120,7 @@ def _rows(base: sqlite3.Connection, table: str, columns: Sequence[str]) -> list[
 
 
 def _process(identity: int) -> int:
-    """The process of a global thread or process id: the lowest 24 bits are the thread's."""
+    """Process of a global thread or process id, whose lowest 24 bits are the thread's."""
     return (identity or 0) >> 24
 
 
@@ -175,7 +175,7 @@ def _kernel(
 
 
 def _operator(own: _Range, kernel: str) -> Operator | None:
-    """The operator that a range of PyTorch belongs to, with types from the kernel's name."""
+    """The operator of a PyTorch range, with element types from the kernel's name."""
     found = _ATEN.match(own.text)
     if found is None:
         return None
@@ -197,7 +197,7 @@ def read_nsys_csv(path: Path) -> Trace:
     A summary has no start times: its kernels count with their median, and gaps are unknown.
 
     Raises:
-        DatasetError: It is neither, or holds no kernels.
+        DatasetError: It is neither, or contains no kernels.
     """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         # Lines before the header are nsys's messages.
@@ -221,7 +221,7 @@ def read_nsys_csv(path: Path) -> Trace:
 
 
 def _plain(column: str) -> str:
-    """The column without its unit, such as ``duration`` for ``Duration (ns)``."""
+    """Column name without its unit, such as ``duration`` for ``Duration (ns)``."""
     return re.sub(r"\s*\(.*\)", "", column).strip().lower()
 
 
@@ -229,7 +229,7 @@ _UNITS = {"ns": 1.0, "us": 1e3, "μs": 1e3, "ms": 1e6, "s": 1e9}
 
 
 def _scale(column: str) -> float:
-    """Nanoseconds of the unit in a column's name."""
+    """Nanoseconds per unit in a column's name."""
     unit = re.search(r"\((\w+)\)", column)
     return _UNITS[unit[1]] if unit else 1.0
 
@@ -254,7 +254,7 @@ def _listed(path: Path, rows: Iterable[Mapping[str, str]], header: Mapping[str, 
         devices[row.get(header.get("device", ""), "")].append(kernel)
     if not any_kernel:
         raise DatasetError("the table holds no kernels", where=str(path), hint=_HINT)
-    # A device is given as its name with its number behind it.
+    # A device is given as its name followed by its number.
     numbered = re.compile(r"\s*\((\d+)\)$")
     by_number = {
         int(found[1]) if (found := numbered.search(device)) else place: own

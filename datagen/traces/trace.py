@@ -1,4 +1,4 @@
-"""What every reader of traces gives: the kernels of each device, and the runs that they make up."""
+"""Common result of all trace readers: the kernels of each device, and their grouping into runs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Operator:
 
     Attributes:
         name: Such as ``aten::addmm``.
-        shapes: Dimensions of each argument, and of each tensor in a list; empty for what
-            is no tensor.
+        shapes: Dimensions of each argument, and of each tensor in a list; empty for arguments that
+            are not tensors.
         dtypes: Type of each argument by PyTorch's name, such as ``c10::BFloat16``.
-        values: Arguments that are no tensors, as text.
+        values: Arguments that are not tensors, as text.
         call: Number of the call.
     """
 
@@ -47,7 +47,7 @@ class Collective:
     Attributes:
         op: Name as in :mod:`opcast.simulate.collectives.choose`, such as ``all_reduce``.
         bytes: Bytes as nccl-tests counts them; 0 if the trace lacks them.
-        ranks: Devices that take part; 0 if the trace lacks them.
+        ranks: Number of participating devices; 0 if the trace lacks it.
         dtype: Element type by PyTorch's name, or empty.
     """
 
@@ -63,9 +63,9 @@ class TraceKernel(Event):
 
     Attributes:
         stream: Stream that it ran on.
-        launched: When the host called it; nan if the trace lacks it.
-        operators: Operators that the call was inside of, the innermost first.
-        collective: The collective that it is, if any.
+        launched: Time of the host's call; nan if the trace lacks it.
+        operators: Operators around the call, innermost first.
+        collective: The collective, if it is one.
         copy: Whether it is a copy or fill by the driver, not a kernel.
     """
 
@@ -83,11 +83,11 @@ class TraceKernel(Event):
 
 @dataclass
 class DeviceTrace:
-    """What one device ran.
+    """Executions on one device.
 
     Attributes:
         index: Number of the device in the trace.
-        executed: Kernels, with the instruction where XLA made them.
+        executed: Kernels, with their instruction if XLA generated them.
     """
 
     index: int
@@ -101,11 +101,11 @@ class Trace:
     Attributes:
         path: File that it was read from.
         format: ``xplane``, ``kineto`` or ``nsys``.
-        devices: What each device ran.
-        device_name: Name that the trace gives the device, or empty.
-        hlo: Text of optimised modules, by ``name(program id)``; events may have the name alone.
+        devices: Executions on each device.
+        device_name: Name of the device in the trace, or empty.
+        hlo: Text of optimised modules, by ``name(program id)``; events may have only the name.
         ordered: Whether start times are known, and with them runs, gaps and overlap.
-        notes: What the trace lacks.
+        notes: Information that the trace lacks.
     """
 
     path: str
@@ -125,7 +125,7 @@ class Trace:
         names: Iterable[str] = (),
         **others: Any,
     ) -> Trace:
-        """The trace of what each GPU ran; it has a device name if all ``names`` are one."""
+        """Trace of several GPUs; it has a device name if all ``names`` are equal."""
         found = [DeviceTrace(i, Executed("gpu", own)) for i, own in sorted(devices.items())]
         distinct = set(names)
         name = distinct.pop() if len(distinct) == 1 else ""
@@ -139,15 +139,15 @@ class Trace:
 
 @dataclass(frozen=True)
 class RunTime:
-    """One run of a program, or one step; seconds.
+    """One run of a program, or one step; times in seconds.
 
     Attributes:
         start: Start of its first kernel.
-        span: From there to the end of the last one.
-        busy: During which a kernel ran.
-        kernels: Sum over the kernels, without collectives.
-        collectives: Sum over the collectives.
-        exposed: During which only collectives ran.
+        span: Time from there to the end of the last one.
+        busy: Time during which a kernel ran.
+        kernels: Total time of the kernels, without collectives.
+        collectives: Total time of the collectives.
+        exposed: Time during which only collectives ran.
         device: Number of the device.
     """
 
@@ -161,17 +161,17 @@ class RunTime:
 
     @property
     def gaps(self) -> float:
-        """During which nothing ran."""
+        """Time during which nothing ran."""
         return self.span - self.busy
 
     @property
     def overlap(self) -> float:
-        """What running kernels at once saved, collectives beside kernels included."""
+        """Time saved by running kernels at once, including collectives beside kernels."""
         return self.kernels + self.collectives - self.busy
 
 
 def chosen(trace: Trace, index: int | None) -> list[DeviceTrace]:
-    """Return the devices to read: the given one, or all of them if they ran the same.
+    """The selected device, or all devices if they ran the same kernels.
 
     Raises:
         DatasetError: There is no such device, or several ran different kernels.
@@ -198,10 +198,10 @@ def chosen(trace: Trace, index: int | None) -> list[DeviceTrace]:
 
 
 def by_run(events: Iterable[Event]) -> list[list[Event]]:
-    """Sort events into runs: by their run, else by what repeats.
+    """Group events into runs: by their run, otherwise by repetition.
 
-    Without a marked run, a sequence of kernels that is one sequence several times over makes as
-    many runs; any other is one.
+    Without marked runs, a sequence of kernels that repeats a shorter sequence is split into its
+    repetitions; any other is one run.
     """
     marked: dict[object, list[Event]] = defaultdict(list)
     loose = []
@@ -211,7 +211,7 @@ def by_run(events: Iterable[Event]) -> list[list[Event]]:
         else:
             marked[event.run].append(event)
     if marked:
-        # Beside marked runs, loose events are warm-up and what lies between steps.
+        # With marked runs, loose events are warm-up and activities between steps.
         return list(marked.values())
     names = [e.op or e.name for e in loose]
     count = math.gcd(*Counter(names).values())
@@ -253,7 +253,7 @@ def _covered(events: Iterable[Event]) -> float:
 
 
 def typical(runs: Sequence[RunTime]) -> RunTime:
-    """The run in the middle by its span: medians of the parts would not add up.
+    """The run with the median span: medians of the parts would not add up.
 
     The first of several is left out, since it may wait for memory and code.
     """
@@ -271,10 +271,10 @@ def host_seconds(runs: Sequence[RunTime]) -> float:
 
 
 class Nested(Generic[T]):
-    """Ranges of one thread, each inside of the one that began before it and is still open.
+    """Ranges of one thread, each nested in the one that began before it and is still open.
 
     Args:
-        ranges: Start, end and what the range is.
+        ranges: Start, end and content of each range.
     """
 
     def __init__(self, ranges: Iterable[tuple[float, float, T]]) -> None:
@@ -290,7 +290,7 @@ class Nested(Generic[T]):
             open_.append(place)
 
     def around(self, at: float) -> list[T]:
-        """What was under way at a time, the innermost first."""
+        """Contents of the ranges open at a time, innermost first."""
         place = bisect_right(self._starts, at) - 1
         found = []
         while place >= 0:

@@ -1,10 +1,10 @@
 """Profiles of JAX and XLA (``*.xplane.pb``), and kernels of traces matched to XLA's programs.
 
-Events are read by ``jax.profiler.ProfileData``. It leaves out what describes events, where the
-optimised modules are
+Events are read by ``jax.profiler.ProfileData``. It omits the event metadata, which contains the
+optimised modules
 (https://github.com/openxla/xla/blob/main/third_party/tsl/tsl/profiler/protobuf/xplane.proto);
-those are read from the fields of the message, with everything else skipped. Kernels are matched to
-those of a program by instruction.
+these are read from the message's fields, with everything else skipped. Kernels are matched to those
+of a program by instruction.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .trace import DeviceTrace, RunTime, Trace, TraceKernel, by_run, chosen, run
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-update", "async-done")
 #: Characters that XLA replaces in the names of GPU kernels (``SanitizeFunctionName``).
 _REPLACED = re.compile(r"[^0-9A-Za-z_]")
-#: Plane of the profile that holds the modules that ran.
+#: Plane of the profile with the executed modules.
 _METADATA = b"/host:metadata"
-# Numbers of fields, by message.
+# Field numbers, by message.
 _PLANES, _PLANE_NAME, _EVENT_METADATA = 1, 2, 4
 _VALUE, _EVENT_NAME, _STATS, _STAT_BYTES, _HLO_MODULE = 2, 2, 5, 6, 1
 #: Statistics of a device's plane that name the device.
@@ -44,7 +44,7 @@ def read_xplane(path: Path) -> Trace:
     """Read a profile.
 
     Raises:
-        DatasetError: It is cut off or damaged, or holds no kernels.
+        DatasetError: It is truncated or damaged, or contains no kernels.
     """
     from jax.profiler import ProfileData
 
@@ -104,7 +104,7 @@ def _module(entry: memoryview) -> Iterator[tuple[str, str]]:
             continue
         if number == _EVENT_NAME:
             name = bytes(value).decode(errors="replace")
-        # Each statistic is a module's message, or nothing but its key.
+        # Each statistic is a module's message, or only its key.
         stat = dict(fields(value)).get(_STAT_BYTES) if number == _STATS else None
         proto = dict(fields(stat)).get(_HLO_MODULE) if isinstance(stat, memoryview) else None
         if isinstance(proto, memoryview):
@@ -118,9 +118,9 @@ class TracedProgram:
     Attributes:
         module: Name of its module in the trace.
         lowered: Its kernels.
-        durations: Seconds of each execution by the kernel's name.
-        runs: Its runs; none where the trace has no times of start.
-        unmatched: Seconds of all executions of instructions that are no kernels of it, by name.
+        durations: Seconds of each execution by kernel name.
+        runs: Its runs; empty if the trace has no start times.
+        unmatched: Total seconds of instructions that are not kernels of the program, by name.
     """
 
     module: str
@@ -131,7 +131,7 @@ class TracedProgram:
 
     @property
     def seconds(self) -> float:
-        """Sum over the executions of its kernels."""
+        """Total execution time of its kernels."""
         return sum(sum(own) for own in self.durations.values())
 
 
@@ -145,12 +145,12 @@ class _Known(NamedTuple):
 def traced_programs(
     trace: Trace, given: Sequence[LoweredProgram] = (), index: int | None = None
 ) -> list[TracedProgram]:
-    """Match what ran to programs, those that took most time first.
+    """Match executions to programs, those with the largest total time first.
 
     Args:
         trace: The trace.
         given: Programs as they ran, for modules that are not in the trace.
-        index: Device of the trace; by default all of them, if they ran the same.
+        index: Device of the trace; by default all of them, if they ran the same kernels.
 
     Raises:
         DatasetError: Devices ran different kernels, or the program that ran is missing.
@@ -170,7 +170,7 @@ def traced_programs(
         texts = [t for name, t in trace.hlo.items() if module in (name, name.rpartition("(")[0])]
         candidates = [_as_it_ran(text) for text in texts] or others
         if candidates:
-            # Events without a program's id fit the module whose instructions ran.
+            # For events without a program id, the module whose instructions ran fits best.
             best = max(candidates, key=lambda own: _overlap(own.lowered, ran[module]))
             if _overlap(best.lowered, ran[module]) > 0.0:
                 known[module] = best
@@ -186,7 +186,7 @@ def _as_it_ran(text: str) -> _Known:
 
 
 def _overlap(lowered: LoweredProgram, ran: set[str]) -> float:
-    """Share of a program's kernels that ran."""
+    """Fraction of a program's kernels that ran."""
     names = {k.name for k in lowered.kernels if k.takes_time}
     return len(names & ran) / max(len(names), 1)
 
@@ -211,10 +211,10 @@ def _unknown(trace: Trace, modules: list[str], given: bool) -> DatasetError:
 
 
 def _named(device: DeviceTrace, programs: Sequence[_Known]) -> DeviceTrace:
-    """Name instructions by the names of GPU kernels, which are made of them.
+    """Derive the instructions of events from the names of GPU kernels.
 
-    Kernels of libraries have other names: they keep them, as part of the program that ran before
-    them, so that their time is not lost.
+    Library kernels, whose names are not derived from instructions, keep their names and count
+    towards the program that ran before them, so that their time is not lost.
     """
     kernels = {
         _REPLACED.sub("_", k.name): (str(number), k.name)
@@ -276,7 +276,7 @@ def _is_container(kernel: Kernel | None, opcode: str) -> bool:
 def _counted(
     lowered: LoweredProgram, durations: Mapping[str, Sequence[float]], runs: int
 ) -> LoweredProgram:
-    """Take the iterations of loops of unknown length from the trace."""
+    """Take the trip counts of loops of unknown length from the trace."""
     notes = [n for n in lowered.notes if "no known trip count" not in n]
     if not runs or len(notes) == len(lowered.notes):
         return lowered
@@ -290,7 +290,7 @@ def _counted(
 
 
 def anonymous(lowered: LoweredProgram) -> LoweredProgram:
-    """The program without names of loops, lines of its source, and notes, which hold both."""
+    """The program without loop names, source lines, and notes, which contain both."""
     scopes: dict[str, str] = {}
 
     def hidden(names: Iterable[str]) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def exchanges(model: ServedModel, plan: EnginePlan, tokens: int) -> list[Exchang
     found = []
     if plan.tp > 1:
         # After attention, and after the feed-forward (Shoeybi et al., Megatron-LM, 2019, section
-        # 3); with data-parallel attention the all-to-all combines the experts instead.
+        # 3). The latter also combines experts, unless attention is data-parallel (all-to-all).
         reduces = (1.0 + model.fed) * w.layers - (moe if plan.dp > 1 else 0.0)
         found.append(Exchange("all_reduce", size, plan.tp, reduces))
     if plan.dp > 1 and moe and not plan.wide:
