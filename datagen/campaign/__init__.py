@@ -1,6 +1,6 @@
-"""A measuring campaign of an accelerator that someone has for half an hour: ``opcast campaign``.
+"""Measuring campaigns on an accelerator that is available for half an hour: ``opcast campaign``.
 
-Needs jax alone, or torch alone, and keeps what was observed: optimised modules, events, seconds.
-Kernels and their features are made of that when a campaign is imported, where opcast is installed.
-With pyarrow the tables are Parquet, else gzipped JSON lines.
+Requires only jax or torch, and records what was observed: optimised modules, events, seconds.
+Kernels and their features are derived when the campaign is imported, where opcast is installed.
+Tables are Parquet if pyarrow is installed, otherwise gzipped JSON lines.
 """

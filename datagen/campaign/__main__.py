@@ -16,7 +16,7 @@ from .run import Outcome, run_campaign
 
 
 def summary(outcome: Outcome) -> str:
-    """What a call did, in one line."""
+    """One-line summary of a call."""
     counts = f"{outcome.done} measured, {outcome.failed} failed, {outcome.left} left"
     where = f" -> {outcome.archive}" if outcome.archive else ""
     return f"{counts}; {outcome.why}{where}"
@@ -24,7 +24,7 @@ def summary(outcome: Outcome) -> str:
 
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """Take SIGTERM for Ctrl-C: a machine that is taken away begins with it."""
+    """Treat SIGTERM as Ctrl-C: a preempted machine sends it first."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

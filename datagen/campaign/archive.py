@@ -1,7 +1,7 @@
-"""The archive of a campaign: tables, record, noise, telemetry, a page, and a digest of all.
+"""The archive of a campaign: tables, record, noise, telemetry, a page, and a digest of everything.
 
-Tables are Parquet where pyarrow is installed, else gzipped JSON lines; both are read. Equal content
-makes an equal archive.
+Tables are Parquet if pyarrow is installed, otherwise gzipped JSON lines; both can be read. Equal
+content yields an equal archive.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from .journal import Journal
 from .machine import COLUMNS, scrubbed
 from .plan import REPLICATE, Plan
 
-#: Version of what an archive holds.
+#: Schema version of an archive.
 SCHEMA = 1
 NAME, _DIGEST = "campaign.zip", "digest.json"
-#: Most bytes of an archive, so that it can be mailed and committed.
+#: Maximum bytes of an archive, so that it can be mailed and committed.
 MOST_BYTES = 15_000_000
-#: Every file has this time: that of the zip format's beginning.
+#: Time stamp of every file: the start of the zip format's epoch.
 _TIME = (1980, 1, 1, 0, 0, 0)
-#: Most bytes that an archive may expand to when it is read.
+#: Maximum expanded size of an archive that is read.
 _MOST_READ = 2_000_000_000
 
 Rows = Sequence[JsonMapping]
-#: What an archive holds: rows by table, the record, and the digest.
+#: Content of an archive: rows by table, the record, and the digest.
 Archive = tuple[dict[str, list[JsonObject]], JsonObject, str]
 
 
 def pack(folder: Path, journal: Journal, plan: Plan, why: str) -> Path:
     """Write ``campaign.zip`` into a campaign's folder.
 
-    If it would exceed :data:`MOST_BYTES`, telemetry is thinned, then the last stages' tables are
-    left out, which the record tells.
+    If it would exceed :data:`MOST_BYTES`, telemetry is thinned, then the tables of the last stages
+    are left out, as stated in the record.
 
     Args:
         folder: The campaign's folder.
         journal: Its journal.
         plan: Its plan.
-        why: Why it ended.
+        why: Reason for its end.
     """
     tables: dict[str, list[JsonObject]] = defaultdict(list)
     for row in journal.rows():
@@ -105,7 +105,7 @@ def _record(journal: Journal, plan: Plan, why: str) -> JsonObject:
 
 
 def _readings(folder: Path) -> list[JsonObject]:
-    """Telemetry of all slices; a line that a kill cut off is left out."""
+    """Telemetry of all slices; a line truncated by a kill is left out."""
     found = []
     for path in sorted(folder.glob("telemetry-*.csv")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -133,7 +133,7 @@ def _zipped(tables: Mapping[str, Rows], record: JsonObject) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            # What is compressed already only grows.
+            # Compressing compressed data would only enlarge it.
             how = zipfile.ZIP_STORED if name.startswith("tables/") else zipfile.ZIP_DEFLATED
             archive.writestr(zipfile.ZipInfo(name, _TIME), data, how)
     return out.getvalue()
@@ -165,7 +165,7 @@ def _table(rows: Rows) -> tuple[str, bytes]:
 
 
 def noise_floor(tables: Mapping[str, Rows]) -> JsonObject:
-    """How far second measurements of a case are from the first, and how far anchors drift.
+    """Differences between first and second measurements of cases, and drift of the anchors.
 
     Returns:
         By table ``pairs``, ``median_ape`` and ``largest_ape`` (difference over the mean), and by
@@ -193,7 +193,7 @@ def noise_floor(tables: Mapping[str, Rows]) -> JsonObject:
 
 
 def _typical(row: JsonMapping) -> float:
-    """The time in µs that stands for a row; 0 if it has none."""
+    """Representative time of a row in µs; 0 if it has none."""
     for name in ("walls_us", "us_each", "blocked_us"):
         value = row.get(name)
         if value is not None and not isinstance(value, float) and len(value):
@@ -205,7 +205,7 @@ def _typical(row: JsonMapping) -> float:
 
 
 def page(record: JsonObject, noise: JsonObject, tables: Mapping[str, Rows]) -> str:
-    """A page for people: the device, what was measured, noise, what failed."""
+    """An HTML page for people: the device, measured cases, noise, failures."""
     host = record["hosts"][-1] if record["hosts"] else {}
     told = {
         "device": ", ".join(device_names(record)) or "unknown",
@@ -247,7 +247,7 @@ def _html_table(names: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def device_names(record: JsonObject) -> list[str]:
-    """Names that frameworks and the driver give the device, each once."""
+    """Names of the device by frameworks and driver, each once."""
     found: list[str] = []
     # Frameworks call every CPU "cpu".
     what = "device_name" if record["platform"] == "cpu" else "device_kind"
@@ -258,7 +258,7 @@ def device_names(record: JsonObject) -> list[str]:
 
 
 def read_archive(path: Path) -> Archive:
-    """Read an archive, or the folder that holds it, and check its digest.
+    """Read an archive, or the folder that contains it, and check its digest.
 
     Returns:
         Rows by table, the record, and the digest.

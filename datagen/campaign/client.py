@@ -1,4 +1,4 @@
-"""The campaign's side of its workers: one at a time, replaced when it dies, hangs or goes wrong."""
+"""The campaign's side of its workers: one at a time, replaced when it dies, hangs or fails."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .plan import Case
 
 #: Framework of each kind of worker.
 WORKERS: Mapping[str, str] = {"xla": "jax", "torch": "torch"}
-#: Seconds to start, to import a framework and to see the device.
+#: Seconds to start a worker, import a framework and initialise the device.
 START_S = 180.0
-#: Seconds that a killed worker gets to go; one that waits for a driver may not.
+#: Seconds that a killed worker gets to exit; one that is blocked in a driver may not.
 _STOP_S = 10.0
-#: Errors after which a process can run nothing more: the device's context is gone.
+#: Errors after which a process can run nothing more: the device's context is lost.
 _FAULT = re.compile(
     r"CUDA_ERROR|cudaError|CUDA error|HIP error|hipError|illegal memory|device-side assert|"
     r"DEVICE_LOST|uncorrectable|unspecified launch failure|Xid",
     re.IGNORECASE,
 )
-#: Of these, what is a lack of memory, which leaves the process sound.
+#: Those of them that report a lack of memory, after which the process remains usable.
 _MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
 
 
 @dataclass
 class Found:
-    """What became of a block of cases.
+    """Result of a block of cases.
 
     Attributes:
-        rows: Rows of all its cases.
+        rows: Rows of all cases.
         done: Keys of measured cases.
         failed: Reasons by key.
-        unfinished: Keys of cases that the end of the time, or a lost driver, took.
+        unfinished: Keys of cases lost to the end of the time or to a lost driver.
     """
 
     rows: list[JsonObject] = field(default_factory=list)
@@ -52,18 +52,18 @@ def _broken(reason: str) -> bool:
 
 
 class Workers:
-    """Starts the worker that a case needs, and ends the one before it.
+    """Starts the worker that a case needs, and ends the previous one.
 
     Args:
-        platform: ``cpu`` to leave accelerators alone; else what the frameworks find.
-        end: When to stop, on the clock of :func:`time.monotonic`.
+        platform: ``cpu`` to hide accelerators; otherwise what the frameworks find.
+        end: End of the campaign, on the clock of :func:`time.monotonic`.
         module: The workers' module.
 
     Attributes:
-        starts: Workers that were started.
+        starts: Number of workers that were started.
         start_s: Seconds that the last one took until it could measure.
         stuck: Whether one could not be ended.
-        measured: Keys that the one at hand has measured.
+        measured: Keys that the current worker has measured.
     """
 
     def __init__(self, platform: str, end: float, module: str = f"{__package__}.worker") -> None:
@@ -85,11 +85,11 @@ class Workers:
 
     @property
     def kind(self) -> str:
-        """Kind of the worker at hand; empty if there is none."""
+        """Kind of the current worker; empty if there is none."""
         return self._kind if self._client is not None else ""
 
     def measure_on(self, platform: str) -> None:
-        """Say what is measured, once it is found: a worker whose heap is of another kind goes."""
+        """Set the platform once it is found; a worker with the wrong heap settings is ended."""
         if (platform == "cpu") != self._on_cpu:
             self._on_cpu = platform == "cpu"
             self.stop()
@@ -100,7 +100,7 @@ class Workers:
         return max(0.1, self._end - time.monotonic())
 
     def hello(self, kind: str) -> JsonObject:
-        """Return what a worker of a kind sees; it stays for what is measured next.
+        """The host as a worker of a kind sees it; the worker is kept for the next measurements.
 
         Raises:
             ProfileError: It does not start, or lacks its framework.
@@ -109,11 +109,11 @@ class Workers:
         return found
 
     def ready(self, kind: str, again: Sequence[str]) -> list[JsonObject]:
-        """Have a worker of a kind; returns its anchors if it is a new one.
+        """Start a worker of a kind if needed; returns its anchors if it is new.
 
         Args:
             kind: A key of :data:`WORKERS`.
-            again: Keys that another process is to measure again.
+            again: Keys that a different process must measure again.
 
         Raises:
             ProfileError: It does not start, or the device does not answer.
@@ -142,7 +142,7 @@ class Workers:
         return self._client
 
     def measure(self, block: Sequence[Case]) -> Found:
-        """Measure a block with the worker at hand; where that dies, each case is tried alone."""
+        """Measure a block with the current worker; if that dies, each case is tried alone."""
         found = Found()
         trouble = ""
         try:
@@ -154,7 +154,7 @@ class Workers:
                     found.failed[reply["key"]] = str(reply["failed"])
                 trouble = str(reply.get("error", trouble))
                 if _broken(found.failed.get(reply.get("key", ""), "")):
-                    self.stop()  # what comes next in this process would fail for it
+                    self.stop()  # later cases in this process would fail because of it
                     break
         except WorkerDied as death:
             trouble = death.what
@@ -176,7 +176,7 @@ class Workers:
         return found
 
     def _alone(self, case: Case, found: Found) -> None:
-        """Try a case of a block that died."""
+        """Try a single case of a block whose worker died."""
         if self.left_s < 1.0:
             found.unfinished.append(case.key)
             return
@@ -202,7 +202,7 @@ class Workers:
             self._client.timeout_s = min(limit, self.left_s)
 
     def stop(self) -> None:
-        """End the worker, without waiting for one that a driver holds."""
+        """End the worker, without waiting for one that is blocked in a driver."""
         client, self._client = self._client, None
         self.measured = set()
         if client is None:

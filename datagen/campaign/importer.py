@@ -1,7 +1,7 @@
-"""Makes datasets of a campaign's archive: kernels and programs, operators of PyTorch, tables.
+"""Creates datasets from a campaign's archive: kernels and programs, PyTorch operators, tables.
 
-Kernels come from the optimised modules and the events of their traces, as a profile's do
-(:mod:`opcast.datagen.profile.measure`); nothing is filled in that was not observed.
+Kernels come from the optimised modules and the events of their traces, as in a profile
+(:mod:`opcast.datagen.profile.measure`); values that were not observed stay missing.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from .archive import Archive, noise_floor
 KERNELS, OPERATORS, TABLES = "kernels", "operators", "tables"
 #: Tables that are written as they are, with a column of medians.
 _PLAIN = ("programs", "models", "products", "windows", "launches", "anchors", "kernels")
-#: Lists of times, whose median becomes the column ``us``.
+#: Columns with lists of times, whose median becomes the column ``us_median``.
 _TIMES = ("walls_us", "us_each", "us", "blocked_us")
-#: Figures of telemetry that rows with a beginning and an end get the median of.
+#: Telemetry of which rows with a start and an end get the median.
 _READ = ("core_mhz", "power_w", "temperature_c")
-#: A whole run may be this much shorter than its kernels under the profiler, which slows them.
+#: Lower bound of the ratio of a whole run to its longest kernel; the profiler slows kernels down.
 _SHORTER = 0.8
 
 
 @dataclass
 class ImportedCampaign:
-    """What became of an archive.
+    """Result of importing an archive.
 
     Attributes:
-        digest: Of its files.
+        digest: Digest of its files.
         record: Its record.
-        noise: Its noise floor, computed again.
+        noise: Its noise floor, recomputed.
         samples: Rows of kernels and programs.
-        operators: Rows of operators of PyTorch.
-        tables: Rows of each other table.
+        operators: Rows of PyTorch operators.
+        tables: Number of rows of each other table.
         without: Programs and models without kernels, with reasons.
-        contradictions: Rows that others contradict, in words.
+        contradictions: Descriptions of rows that contradict others.
     """
 
     digest: str
@@ -68,10 +68,10 @@ class ImportedCampaign:
 
 
 def described_device(tables: Mapping[str, Sequence[JsonObject]]) -> DeviceSpec | None:
-    """The device by its own ceilings, where the campaign measured them.
+    """The device as described by its own ceilings, if the campaign measured them.
 
     Raises:
-        DeviceError: What the archive has is no description.
+        DeviceError: The archive's description is invalid.
     """
     rows = tables.get("device") or ()
     own = [DeviceSpec.from_dict(json.loads(row["description"]), where=row["key"]) for row in rows]
@@ -79,14 +79,14 @@ def described_device(tables: Mapping[str, Sequence[JsonObject]]) -> DeviceSpec |
 
 
 def import_campaign(archive: Archive, out: Path, device: DeviceSpec) -> ImportedCampaign:
-    """Write what a campaign measured into datasets and tables.
+    """Write a campaign's measurements into datasets and tables.
 
-    Runs are named after the digest, so that an archive is there once however often it is imported.
+    Runs are named after the digest, so that repeated imports of an archive do not duplicate it.
 
     Args:
-        archive: From :func:`~opcast.datagen.campaign.archive.read_archive`.
+        archive: Result of :func:`~opcast.datagen.campaign.archive.read_archive`.
         out: Folder to write: ``kernels`` and ``operators`` are datasets, ``tables`` holds the rest.
-        device: What was measured.
+        device: The measured device.
     """
     tables, record, digest = archive
     found = ImportedCampaign(digest, record, noise_floor(tables))
@@ -138,7 +138,7 @@ def _written(
 
 
 def _kernel_rows(tables: Mapping[str, Sequence[JsonObject]], found: ImportedCampaign) -> list[Row]:
-    """Samples of all programs whose module and events are there."""
+    """Samples of all programs with a module and events."""
     events = {r["key"]: r for r in tables.get("events", [])}
     rows: list[Row] = []
     for program in tables.get("programs", []):
@@ -162,7 +162,7 @@ def _samples(program: JsonObject, events: JsonObject) -> list[Row]:
     module = module_name(hlo)
     lowered = lower(read_program(hlo), cache=False)
     executions, reads = expected(module, lowered)
-    # Events on GPUs do not tell their run: all runs of the program are counted as one.
+    # Events on GPUs do not identify their run: all runs of the program are counted as one.
     marked = bool(events["marked"])
     count = 1 if marked else int(program["runs"])
     columns = zip(*(events[n] for n in ("op", "name", "run", "start", "end")), strict=True)
@@ -182,14 +182,14 @@ def _samples(program: JsonObject, events: JsonObject) -> list[Row]:
     seconds = {op: [s for s in times if s > 0] for (_, op), times in durations.items()}
     walls = [us * 1e-6 for us in program.get("walls_us") or []]
     family = str(program["family"])
-    # Names of cases tell their sizes; nothing of them is anyone's.
+    # Names of cases contain only their sizes.
     return sample_rows(lowered, seconds, walls, family=family, program=str(program["key"]))
 
 
 def _contradicted(
     key: str, rows: Sequence[Row], program: JsonObject, found: ImportedCampaign
 ) -> None:
-    """Note a program whose whole time is shorter than that of its longest kernel."""
+    """Record a program whose whole time is shorter than that of its longest kernel."""
     kernels = [float(str(r["latency_us_p50"])) for r in rows if r["level"] != "program"]
     walls = program.get("walls_us") or []
     if kernels and walls and statistics.median(walls) < _SHORTER * max(kernels):
@@ -199,7 +199,7 @@ def _contradicted(
 
 
 def _pooled(rows: Sequence[JsonObject]) -> list[JsonObject]:
-    """Operators of one size as one row: a size is a sample, whichever model it is from."""
+    """Pool operators of one size into one row: a size is a sample, whatever its model."""
     found: dict[str, JsonObject] = {}
     for row in rows:
         own = found.setdefault(str(row["row"]), {"row": row["row"], "us": []})
@@ -210,10 +210,10 @@ def _pooled(rows: Sequence[JsonObject]) -> list[JsonObject]:
 def _power(
     tables: Mapping[str, Sequence[JsonObject]], record: JsonObject, device: DeviceSpec
 ) -> list[JsonObject]:
-    """Products that ran for seconds, as tables of power have them (docs/simulate.md).
+    """Products that ran for seconds, in the format of power tables (docs/simulate.md).
 
-    Time, power and clock are those of the second half of their windows, when heat and limits have
-    settled.
+    Time, power and clock are medians over the second half of their windows, when temperature and
+    power limits have settled.
     """
     windows = [r for r in tables.get("windows", []) if r.get("m")]
     frame = _plain(windows, tables.get("telemetry", []), device) if windows else pd.DataFrame()
@@ -236,7 +236,7 @@ def _power(
 def _plain(
     rows: Sequence[JsonObject], telemetry: Sequence[JsonObject], device: DeviceSpec
 ) -> pd.DataFrame:
-    """A table with the device, medians of times, and of clock, power and heat meanwhile."""
+    """A table with the device, and medians of times, clock, power and temperature."""
     times = [float(r["time"]) for r in telemetry]
     made = []
     for row in rows:
@@ -246,7 +246,7 @@ def _plain(
         if listed is not None:
             own["us_median"] = statistics.median(listed)
         if isinstance(row.get("walls_us"), list) and "library" in row:
-            # As tables of whole models have it (docs/torch.md).
+            # In the format of tables of whole models (docs/torch.md).
             own |= {"id": row["key"], "latency_ms": own["us_median"] * 1e-3, "source": "campaign"}
         if row.get("begin") and row.get("executions"):
             row = {**row, "end": row["begin"] + row["us_each"] * row["executions"] * 1e-6}

@@ -1,4 +1,4 @@
-"""A plan's cases as programs that JAX has compiled, with what their executions need."""
+"""A plan's cases as compiled JAX programs, with everything needed to execute them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-#: Aliased buffers in the head of a module: ``{0}: (2, {}, may-alias)``, or ``{}: (2, {})`` where
-#: the program has one output.
+#: Aliased buffers in the head of a module: ``{0}: (2, {}, may-alias)``, or ``{}: (2, {})`` if the
+#: program has one output.
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
-#: What names functions, files and lines of whoever wrote a program: the metadata of instructions,
-#: and the tables at the head of a module.
+#: Parts that contain names of functions, files and lines of the source program: the metadata of
+#: instructions, and the tables at the head of a module.
 _METADATA = re.compile(r',? metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
 _TABLES = re.compile(
     r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d.*\n)*\n?", re.MULTILINE
 )
-#: Options of a compilation without command buffers, which become CUDA graphs: those hide single
-#: kernels from traces. An option of one compilation, since a name in XLA_FLAGS that a release does
-#: not have would end the process.
+#: Options to compile without command buffers, which become CUDA graphs and hide single kernels from
+#: traces. They are options of one compilation, since an unknown name in XLA_FLAGS would end the
+#: process.
 _PLAIN: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
-#: How XLA says that it has no such option.
+#: XLA's error message for an unknown option.
 _NO_OPTION = "No such compile option"
-#: Cores for each compilation that runs beside others: XLA uses several by itself.
+#: Cores per concurrent compilation: XLA uses several by itself.
 _CORES_EACH = 4
-#: Deviation of random weights and inputs: small enough that deep networks do not overflow.
+#: Standard deviation of random weights and inputs: small enough that deep networks do not overflow.
 _DEVIATION = 0.02
 
 T = TypeVar("T")
@@ -51,17 +51,17 @@ class Compiled:
     """A compiled case.
 
     Attributes:
-        key: The case's.
+        key: Key of the case.
         family: Family of its program; ``op:…`` for a single operation.
         module: Name of the optimised module, as traces spell it.
         hlo: Its text, without names of functions, files and lines.
         run: Executes it on arrays of the device.
-        plain: Executes it without command buffers; ``None`` where that is no other program.
+        plain: Executes it without command buffers; ``None`` if that makes no difference.
         make_arguments: Draws arguments.
         bytes: Bytes of the arguments.
         aliases: Pairs (output, parameter) that share a buffer.
-        compile_s: Seconds that tracing, lowering and compiling took.
-        memory: Bytes by XLA's own account.
+        compile_s: Seconds of tracing, lowering and compiling.
+        memory: Bytes as reported by XLA.
     """
 
     key: str
@@ -85,11 +85,11 @@ class Compiled:
 def compile_cases(
     cases: Sequence[JsonObject], begun: Callable[[str], None]
 ) -> list[Compiled | Exception]:
-    """Compile cases beside one another; what cannot be compiled gives its error.
+    """Compile cases concurrently; those that cannot be compiled give their error.
 
     Args:
-        cases: Keys and what they are.
-        begun: Told the key of each one that is done.
+        cases: Keys and specs.
+        begun: Callback with the key of each finished one.
     """
     workers = max(1, min(len(cases), (os.cpu_count() or 1) // _CORES_EACH))
     found = []
@@ -112,11 +112,11 @@ def _compile(index: int, key: str, spec: JsonObject) -> Compiled:
     if "file" in spec:
         return _compile_file(key, Path(spec["file"]), begin)
     flat, structs, donated, make_arguments, family = _function(spec)
-    # Programs of one trace session are told apart by the names of their modules.
+    # Programs of one trace session are distinguished by the names of their modules.
     flat.__name__ = f"case{index}"
     import jax
 
-    # Operations name types of 64 bits; steps are compiled as their users do it.
+    # Operations use 64-bit types; steps are compiled as their users do it.
     with wide_types() if "op" in spec else nullcontext():
         jitted = jax.jit(flat, donate_argnums=donated, keep_unused=True)
         lowered = jitted.lower(*structs)
@@ -140,7 +140,7 @@ def _compile(index: int, key: str, spec: JsonObject) -> Compiled:
 
 
 def _without_command_buffers(compile_with: Callable[[dict[str, str | bool]], T]) -> T | None:
-    """Compile once more; ``None`` where there are no command buffers, or none can be turned off."""
+    """Compile again; ``None`` if there are no command buffers, or they cannot be turned off."""
     import jax
 
     if jax.default_backend() != "gpu":
@@ -154,12 +154,12 @@ def _without_command_buffers(compile_with: Callable[[dict[str, str | bool]], T])
 
 
 def anonymous(hlo: str) -> str:
-    """Leave out of a module what names functions, files and lines."""
+    """Remove names of functions, files and lines from a module."""
     return _TABLES.sub("", _METADATA.sub("", hlo))
 
 
 def aliases_of(hlo: str) -> list[tuple[int, int]]:
-    """Return the pairs (output, parameter) of a module that share a buffer."""
+    """Pairs (output, parameter) of a module that share a buffer."""
     head = hlo.split("\n", 1)[0]
     start = head.find("input_output_alias=")
     if start < 0:
@@ -205,7 +205,7 @@ def _function(spec: JsonObject) -> _Function:
     name = str(spec["model"])
     function, trees = model(name, spec)
     leaves = jax.tree.leaves(trees)
-    # Weights and the optimiser's state are updated in place, and so are the caches of a decode.
+    # Weights and the optimiser's state are updated in place, as are the caches of a decoding step.
     kept = {"train": 3, "decode": 0}.get(str(spec["mode"]), 0)
     donated = list(range(len(jax.tree.leaves(trees[:kept]))))
     if spec["mode"] == "decode":
@@ -228,7 +228,7 @@ def _flat(function: Callable[..., object], structure: JaxObject) -> Callable[...
 
 
 def _of_zoo(spec: JsonObject) -> _Function:
-    """A program of the zoo, which needs flax and optax."""
+    """A program of the zoo, which requires flax and optax."""
     import jax
 
     from ..zoo import build, parse_settings
@@ -260,7 +260,7 @@ def _draw(
     found = []
     for struct, top in zip(structs, tops, strict=True):
         whole = np.issubdtype(struct.dtype, np.integer)
-        # One type of HLO stands for what is drawn; the array has the program's.
+        # Draw in one of two HLO types; the array is then cast to the program's type.
         arg = Arg(
             struct.shape,
             "s32" if whole else "f32",
@@ -273,7 +273,7 @@ def _draw(
 
 
 def _compile_file(key: str, path: Path, begin: float) -> Compiled:
-    """A given program, which needs opcast's own packages beside JAX.
+    """Compile a given program, which requires opcast's own packages beside JAX.
 
     Raises:
         ProfileError: They are missing.

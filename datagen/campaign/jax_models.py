@@ -1,6 +1,6 @@
-"""Whole steps in JAX alone, for hosts without the zoo's packages: a Llama and a ResNet.
+"""Whole steps in plain JAX, for hosts without the zoo's packages: a Llama and a ResNet.
 
-Weights are arguments, layers are written out one by one as most compiled programs have them.
+Weights are arguments, and layers are unrolled as in most compiled programs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _structs(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, jax
 
 
 def _step(loss: Callable[..., jax.Array], train: bool) -> Callable[..., object]:
-    """A forward pass, or a step with AdamW on weights and its state in f32."""
+    """A forward pass, or a step with AdamW, whose state is in f32."""
     import jax
     import jax.numpy as jnp
 

@@ -1,6 +1,6 @@
-"""Single operations of XLA that published tables lack, as functions of JAX with their arguments.
+"""Single XLA operations that published tables lack, as JAX functions with their arguments.
 
-Gradients are those that JAX derives, so that XLA fuses them as it does in training steps.
+Gradients are derived by JAX, so that XLA fuses them as in training steps.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import jax
 
 Array: TypeAlias = "jax.Array"
-#: Function and its arguments: shape, type by JAX's name, and for integers the end of their range.
+#: Shape, type by JAX's name, and for integers the end of their range.
 Arg: TypeAlias = tuple[tuple[int, ...], str, int]
 Op: TypeAlias = tuple[Callable[..., object], list[Arg]]
 
 
 def _gradient(function: Callable[..., Array], wrt: Sequence[int]) -> Callable[..., object]:
-    """The gradient alone, by a cotangent that comes last."""
+    """Only the gradient, for a cotangent that is the last argument."""
 
     def gradient(*args: Array) -> object:
         import jax
@@ -42,7 +42,7 @@ def _gradient(function: Callable[..., Array], wrt: Sequence[int]) -> Callable[..
 
 
 def rope(a: Array, angle: Array) -> Array:
-    """Rotate the pairs of halves of the last dimension."""
+    """Apply rotary embeddings to the pairs of halves of the last dimension."""
     import jax.numpy as jnp
 
     low, high = jnp.split(a, 2, axis=-1)
@@ -69,7 +69,7 @@ def cross_entropy(a: Array, labels: Array) -> Array:
 
 
 def convolve(a: Array, w: Array, stride: int = 1, groups: int = 1) -> Array:
-    """Convolve images whose channels are last."""
+    """Convolve images with channels last."""
     import jax
 
     return jax.lax.conv_general_dilated(
@@ -166,7 +166,7 @@ def _movement(shape: Sequence[int], dtype: str) -> dict[str, Op]:
 
     x: Arg = (tuple(shape), dtype, 0)
     rows, columns = shape[0], shape[-1]
-    # As many indices as an eighth of the rows, as a batch of tokens into a vocabulary.
+    # An eighth as many indices as rows, like a batch of tokens into a vocabulary.
     index: Arg = ((max(1, rows // 8),), "int32", rows)
     picked: Arg = ((max(1, rows // 8), columns), dtype, 0)
     return {
@@ -210,7 +210,7 @@ def _attention(shape: Sequence[int], dtype: str) -> dict[str, Op]:
 
 
 def _convolution(shape: Sequence[int], dtype: str) -> dict[str, Op]:
-    """Shape: batch, size, channels in, channels out, kernel, stride, groups."""
+    """Convolutions; the shape is batch, size, channels in, channels out, kernel, stride, groups."""
     batch, size, cin, cout, kernel, stride, groups = shape
     image: Arg = ((batch, size, size, cin), dtype, 0)
     weight: Arg = ((kernel, kernel, cin // groups, cout), dtype, 0)
@@ -225,7 +225,7 @@ def _convolution(shape: Sequence[int], dtype: str) -> dict[str, Op]:
 
 
 def _products(shape: Sequence[int], dtype: str) -> dict[str, Op]:
-    """Shape: m, n, k; of ``ragged_dot`` also the groups."""
+    """Matrix products; the shape is m, n, k, and for ``ragged_dot`` also the groups."""
     import jax
     import jax.numpy as jnp
 
@@ -237,7 +237,7 @@ def _products(shape: Sequence[int], dtype: str) -> dict[str, Op]:
             lambda a, b: jax.lax.dot(a, b, preferred_element_type=out),
             [((m, k), dtype, 0), ((k, n), dtype, 0)],
         ),
-        # Weights as PyTorch keeps them.
+        # Weights in PyTorch's layout.
         "dot_nt": (
             lambda a, b: jax.lax.dot_general(
                 a, b, (((1,), (1,)), ((), ())), preferred_element_type=out
@@ -283,11 +283,11 @@ _GROUPS: Mapping[str, Callable[[Sequence[int], str], dict[str, Op]]] = {
 
 
 def operation(name: str, shape: Sequence[int], dtype: str) -> Op:
-    """Make an operation.
+    """Create an operation.
 
     Args:
-        name: Its group and its own name, such as ``rows.softmax``.
-        shape: Dimensions, which each group explains.
+        name: Group and name, such as ``rows.softmax``.
+        shape: Dimensions, as each group defines them.
         dtype: Element type by JAX's name.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What a worker with JAX measures: traced and whole programs, long runs, launches, anchors.
+"""Tasks of a worker with JAX: traced and whole programs, long runs, launches, anchors.
 
-Rows say what was observed. Kernels are made of them where a campaign is imported.
+Rows contain what was observed. Kernels are derived from them when a campaign is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .timing import Tell, each, time_calls, time_launches, time_loops, time_wind
 if TYPE_CHECKING:
     from ..profile.executions import Event
 
-#: Most executions under the profiler: their events are kept one by one.
+#: Maximum number of executions under the profiler: their events are kept one by one.
 _TRACED = 12
 #: Programs with more argument bytes than this are traced alone, since a session keeps the
 #: arguments of all its programs in memory.
@@ -37,7 +37,7 @@ _SHARED_BYTES = 256e6
 
 
 class _Measured(NamedTuple):
-    """A case with its rows so far, the first of them that of its program."""
+    """A case with its rows so far, starting with that of its program."""
 
     compiled: Compiled
     runner: Runner
@@ -73,10 +73,10 @@ def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
 
 
 def traced(cases: Sequence[JsonObject], tell: Tell) -> None:
-    """Programs and operations: whole times, long runs, and the events of every kernel.
+    """Measure programs and operations: whole times, long runs, and the events of every kernel.
 
-    Whole times and long runs are those of the program as XLA compiles it by default, on GPUs with
-    command buffers; kernels are those of a compilation without them.
+    Whole times and long runs use XLA's default compilation, with command buffers on GPUs; kernels
+    come from a compilation without them.
     """
     group: list[_Measured] = []
     for case, compiled, runner, row in _ready(cases, tell):
@@ -96,7 +96,7 @@ def traced(cases: Sequence[JsonObject], tell: Tell) -> None:
 def _ready(
     cases: Sequence[JsonObject], tell: Tell
 ) -> Iterable[tuple[JsonObject, Compiled, Runner, JsonObject]]:
-    """Compiled cases that have run a few times, each with its first times as a row."""
+    """Compiled cases after a few executions, each with its first times as a row."""
     from ..profile.host import last_cache_bytes
 
     cache = last_cache_bytes() or DEFAULT_CACHE_BYTES
@@ -132,10 +132,10 @@ def _ready(
 
 
 def _check_fits(compiled: Compiled) -> None:
-    """Refuse what would not fit: a host out of memory ends more than this process.
+    """Reject programs that do not fit: a host out of memory ends more than this process.
 
     Raises:
-        ProfileError: The program needs too much of the device, or its arguments of the host.
+        ProfileError: The program exceeds the device's memory, or its arguments the host's.
     """
     from ..profile.host import memory_bytes
 
@@ -150,7 +150,7 @@ def _check_fits(compiled: Compiled) -> None:
 
 
 def _time_whole(own: _Measured, seconds: float) -> None:
-    """Time whole executions, one by one and for some seconds back to back; then leave out buffers.
+    """Time whole executions, one by one and for some seconds back to back; then without buffers.
 
     A single operation's whole time is mostly its dispatch, which is not timed.
     """
@@ -168,7 +168,7 @@ def _time_whole(own: _Measured, seconds: float) -> None:
 
 
 def _trace(group: list[_Measured], tell: Tell) -> None:
-    """Run one trace session, and tell what it shows; where it shows nothing, times of loops."""
+    """Run one trace session and report its results; without kernels, times of loops."""
     from ..profile.trace import executed, recorded
 
     if not group:
@@ -184,10 +184,10 @@ def _trace(group: list[_Measured], tell: Tell) -> None:
     events: Sequence[Event] = ()
     platform, trouble = "", "no kernel of it appears in the trace"
     try:
-        # Of several devices, the one that ran the programs.
+        # With several devices, the one that ran the programs.
         found = max(executed(recorded(execute)), key=lambda device: len(device.events))
         events, platform = found.events, found.platform
-    except Exception as error:  # no library for traces, or no right to take them
+    except Exception as error:  # no tracing library, or no permission to trace
         trouble = f"{type(error).__name__}: {error}"
     for own in group:
         try:
@@ -200,10 +200,10 @@ def _trace(group: list[_Measured], tell: Tell) -> None:
 def _seen(
     own: _Measured, events: Sequence[Event], platform: str, trouble: str, count: int
 ) -> list[JsonObject]:
-    """Rows of what a trace of some programs shows of one, which it completes."""
+    """Rows of one program from a trace of some programs, completing its first row."""
     compiled, runner, (row, *_) = own
     ran = [e for e in events if e.module == compiled.module]
-    if count == 1:  # whatever the trace calls its module
+    if count == 1:  # whatever module name the trace uses
         ran = ran or list(events)
     more = _columns(ran, compiled.key, platform)
     if not ran:
@@ -237,7 +237,7 @@ def _columns(events: Sequence[Event], key: str, platform: str) -> JsonObject:
 
 
 def _launches(key: str, spec: JsonObject) -> list[JsonObject]:
-    """What a launch costs the host, by the number of arguments."""
+    """The host's cost of a launch, by the number of arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -249,7 +249,7 @@ def _launches(key: str, spec: JsonObject) -> list[JsonObject]:
 
 
 def _described(key: str, spec: JsonObject) -> list[JsonObject]:
-    """The device by its own ceilings, as a profile describes it."""
+    """The device as described by its own ceilings, as in a profile."""
     from ..profile.device_probe import probe_device
 
     description = probe_device(float(spec["seconds"])).to_json()

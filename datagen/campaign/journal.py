@@ -1,7 +1,7 @@
-"""A campaign's folder: a journal of what was begun and done, and rows in files of their own.
+"""A campaign's folder: a journal of started and finished cases, and rows in separate files.
 
-Every line is on disk before the next step, and a file of rows is whole before the journal names it,
-so that a kill at any moment costs what was under way and nothing else.
+Every line is on disk before the next step, and a file of rows is complete before the journal names
+it, so that a kill at any moment only costs the work in progress.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from ...common.types import JsonObject
 
 _JOURNAL = "journal.jsonl"
 _ROWS = "rows-{:05d}.jsonl.gz"
-#: Times that a case may take the campaign down with it before it is left out.
+#: Attempts in which a case may take the campaign down before it is left out.
 _ATTEMPTS = 2
 KILLED = "the campaign was killed while it ran, twice"
 
 
 class Journal:
-    """What has happened so far, and the folder where it is kept.
+    """The history of a campaign, and the folder where it is kept.
 
     Args:
-        folder: The campaign's folder; made if it is not there.
+        folder: The campaign's folder; created if missing.
 
     Attributes:
         done: Keys of measured cases.
         failed: Reasons by key of cases that failed.
         spent_s: Seconds by stage.
-        slices: Number of slices begun.
+        slices: Number of slices started.
         began: Time of the first slice, seconds since the epoch; 0 before it.
-        each_s: Seconds that a case took, by stage and kind.
-        notes: What happened beside measuring, such as a worker that did not start.
+        each_s: Seconds per case, by stage and kind.
+        notes: Other events, such as a worker that did not start.
         platform: ``gpu``, ``tpu`` or ``cpu``; empty before the first slice.
-        hosts: What each slice saw of the machine.
+        hosts: Description of the machine in each slice.
         used_up_s: Budget that a slice used up, in seconds; 0 if none did.
     """
 
@@ -75,7 +75,7 @@ class Journal:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # a line that a kill cut off
+                continue  # a line truncated by a kill
             if isinstance(event, dict) and "event" in event:
                 yield event
 
@@ -96,7 +96,7 @@ class Journal:
             self._begun.update(event["keys"])
             self._under_way = list(event["keys"])
         elif what == "end":
-            # Who interrupts a campaign does not blame what was under way.
+            # An interrupted campaign does not blame the cases in progress.
             self._begun.subtract(self._under_way)
             self._under_way = []
             self.used_up_s = max(self.used_up_s, float(event.get("used_up_s", 0.0)))
@@ -110,7 +110,7 @@ class Journal:
         elif what == "block":
             self.done.update(event["done"])
             self.failed.update(event["failed"])
-            # The end of the time took these, no fault of their own.
+            # These were cut off by the end of the time, through no fault of their own.
             self._begun.subtract(event["unfinished"])
             self._under_way = []
             self.spent_s[event["stage"]] += float(event["seconds"])
@@ -121,13 +121,13 @@ class Journal:
                 self._files.append(str(event["rows"]))
 
     def add(self, what: str, **values: object) -> None:
-        """Append a line, on disk when this returns."""
+        """Append a line, which is on disk on return."""
         event: JsonObject = {"event": what, "time": time.time(), **values}
         line = json.dumps(event, sort_keys=True) + "\n"
         with self._path.open("ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # close what a kill cut off
+                if file.read(1) != b"\n":  # terminate a line truncated by a kill
                     line = "\n" + line
             file.write(line.encode())
             file.flush()
@@ -135,7 +135,7 @@ class Journal:
         self._take(event)
 
     def keep(self, rows: Iterable[Mapping[str, object]]) -> str:
-        """Write rows into a file of their own; returns its name for the line of their block."""
+        """Write rows into a new file; returns its name for the line of their block."""
         text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
         if not text:
             return ""
@@ -153,10 +153,10 @@ class Journal:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of all slices together, each until its last line."""
+        """Total seconds of all slices, each until its last line."""
         return self._closed_s + max(0.0, self._last - self._slice_began)
 
     @property
     def finished(self) -> set[str]:
-        """Keys of cases that need no further try."""
+        """Keys of cases that need no further attempt."""
         return self.done | set(self.failed)

@@ -1,11 +1,11 @@
-"""What a campaign tells of a machine: its record, and clock, power and temperature as it runs.
+"""A campaign's description of the machine, and telemetry: clock, power and temperature over time.
 
-The record has driver, clocks, power caps, topology and libraries; no name of a user or host, no
-path, no serial number: see :func:`scrubbed`.
+The description contains driver, clocks, power caps, topology and libraries, but no user or host
+name, path or serial number: see :func:`scrubbed`.
 
-Ten times a second, a line of telemetry is written, so that a kill loses nothing that was read.
-NVIDIA: ``nvidia-smi``, one process that repeats; AMD: the driver's hwmon files, else ``rocm-smi``;
-a CPU: its clock. A TPU shows none of these.
+Ten times a second a line of telemetry is written, so that a kill loses no readings. NVIDIA:
+``nvidia-smi``, one repeating process; AMD: the driver's hwmon files, or ``rocm-smi``; CPU: its
+clock. A TPU provides none of these.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pathlib import Path
 from ...common.types import JsonObject
 from ...common.versions import installed
 
-#: Columns of the file; an empty cell is what the device does not tell.
+#: Columns of the file; empty cells are values that the device does not provide.
 COLUMNS = ("time", "core_mhz", "memory_mhz", "power_w", "temperature_c", "load_percent")
-#: Seconds between two readings, and between two calls of a program that takes long itself.
+#: Seconds between two readings, and between two calls of a slow program.
 INTERVAL_S, _SLOW_S = 0.1, 1.0
 _FIELDS = "timestamp,clocks.sm,clocks.mem,{power},temperature.gpu,utilization.gpu"
-#: Power of the moment, which drivers before 525 lack; theirs is a mean of a second on most GPUs.
+#: Instantaneous power, which drivers before 525 lack; theirs is a mean over a second on most GPUs.
 _POWER = ("power.draw.instant", "power.draw")
 #: Files of Linux's amdgpu driver (kernel.org, gpu/amdgpu/thermal), with their units.
 _HWMON = "/sys/class/drm/card*/device/hwmon/hwmon*"
@@ -42,11 +42,11 @@ _AMD = (
     *(("freq1_input", 1e6), ("freq2_input", 1e6)),
     *(("power1_input", 1e6), ("power1_average", 1e6), ("temp2_input", 1e3), ("temp1_input", 1e3)),
 )
-#: What ``rocm-smi --json`` calls the columns, in their order.
+#: Names of the columns in ``rocm-smi --json``, in their order.
 _ROCM = (r"^sclk clock speed", r"^mclk clock speed", r"Power \(W\)", r"Temperature .*\(C\)", "use")
 Reading = list[float | str]
-#: Figures of ``nvidia-smi --query-gpu``, one query each: a driver refuses a query with a field
-#: that it does not know.
+#: Fields of ``nvidia-smi --query-gpu``, queried one by one if a driver rejects the query because of
+#: an unknown field.
 _NVIDIA = (
     *("name", "driver_version", "vbios_version", "pstate", "persistence_mode", "compute_mode"),
     *("memory.total", "ecc.mode.current", "mig.mode.current", "pcie.link.gen.current"),
@@ -54,7 +54,7 @@ _NVIDIA = (
     *("clocks.applications.graphics", "power.limit", "power.default_limit", "power.max_limit"),
     *("enforced.power.limit", "temperature.gpu"),
 )
-#: Other programs whose whole answer is kept, by the name it has in the record.
+#: Other programs whose whole output is kept, by its name in the record.
 _ANSWERS = {
     "topology": ("nvidia-smi", "topo", "-m"),
     "nvlink": ("nvidia-smi", "nvlink", "-s", "-i", "0"),
@@ -68,13 +68,13 @@ _LIBRARIES = (
 )
 #: Seconds that a program gets to answer: a broken driver may hang.
 _ANSWER_S = 10.0
-#: Identifiers of one card, which ``nvidia-smi`` writes beside its name.
+#: Identifiers of a card, which ``nvidia-smi`` prints beside its name.
 _SERIAL = re.compile(r"\(UUID: [^)]*\)|GPU-[0-9a-f]{8}-[0-9a-f-]+")
 _PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@%-]+){2,}/?|[A-Za-z]:\\[\w.\\-]+")
 
 
 class Telemetry:
-    """Reads until it is stopped.
+    """Records telemetry until it is stopped.
 
     Args:
         path: File to write.
@@ -149,10 +149,10 @@ def _visible() -> str:
 
 
 def nvidia_reading(line: str) -> Reading:
-    """Read a line of ``nvidia-smi``; empty if it is none.
+    """Parse a line of ``nvidia-smi``; empty if it is not a reading.
 
     Args:
-        line: ``2026/11/28 10:20:53.123, 1980, 2619, 312.50, 45, 98``.
+        line: Such as ``2026/11/28 10:20:53.123, 1980, 2619, 312.50, 45, 98``.
     """
     parts = [part.strip() for part in line.split(",")]
     try:
@@ -173,7 +173,7 @@ def _reader(platform: str) -> Callable[[], Reading] | None:
     if platform == "cpu":
         return _cpu
     if platform == "gpu":
-        # The first card stands for the device that frameworks take.
+        # The first card is the device that frameworks use.
         for folder in sorted(glob.glob(_HWMON)):  # noqa: PTH207 (folders of any name)
             if _text(Path(folder) / "name") == "amdgpu":
                 return lambda: amd_reading(Path(folder))
@@ -207,7 +207,7 @@ def _rocm() -> Reading:
 
 
 def rocm_reading(text: str) -> Reading:
-    """Read the JSON of ``rocm-smi``; the first figure of each column that it has."""
+    """Parse the JSON of ``rocm-smi``; the first number of each available column."""
     try:
         card = next(iter(json.loads(text).values()))
     except (ValueError, StopIteration, AttributeError):
@@ -231,7 +231,7 @@ def host_record(hosts: Mapping[str, object], platform_name: str) -> JsonObject:
     """Describe the machine.
 
     Args:
-        hosts: What each framework sees, by name.
+        hosts: Description by each framework, by name.
         platform_name: ``gpu``, ``tpu`` or ``cpu``.
     """
     found: JsonObject = {
@@ -261,7 +261,7 @@ def _nvidia() -> dict[str, str]:
 
 
 def _answer(*command: str) -> str:
-    """Return what a program prints; nothing if it is not there or fails."""
+    """Output of a program; empty if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -274,7 +274,7 @@ def _answer(*command: str) -> str:
 
 
 def scrubbed(record: Mapping[str, object]) -> JsonObject:
-    """Replace names of the user and the host, paths and serial numbers in all texts of a record."""
+    """Replace user and host names, paths and serial numbers in all texts of a record."""
     return {str(k): _scrubbed(v) for k, v in record.items()}
 
 
@@ -287,7 +287,7 @@ def _scrubbed(value: object) -> object:
 
 
 def scrubbed_text(text: str) -> str:
-    """Replace what :func:`scrubbed` does in one text."""
+    """Apply :func:`scrubbed` to one text."""
     text = _PATH.sub("<path>", _SERIAL.sub("<serial>", text))
     for name, mark in _names():
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", mark, text)
@@ -295,7 +295,7 @@ def scrubbed_text(text: str) -> str:
 
 
 def _names() -> list[tuple[str, str]]:
-    """Names of this user and host, each with what takes its place."""
+    """Names of this user and host, each with its replacement."""
     user = ""
     # A user without an entry in the system's list has no name.
     with contextlib.suppress(OSError, KeyError):
@@ -303,5 +303,5 @@ def _names() -> list[tuple[str, str]]:
     host = socket.gethostname()
     found = [(user, "<user>"), (Path.home().name, "<user>"), (host, "<host>")]
     found.append((host.split(".")[0], "<host>"))
-    # A single letter is a word of its own.
+    # A single letter may be an ordinary word.
     return [(name, mark) for name, mark in found if len(name) > 1]

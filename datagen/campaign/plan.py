@@ -1,7 +1,7 @@
 """What a campaign measures, in order of value: entries of ``plan.toml`` or ``rehearsal.toml``.
 
 Time goes to the stage that is furthest behind its share, so that a campaign that ends early has
-something of each; within a stage the order is the file's.
+some results of each; within a stage the order is that of the file.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Annotated
 from ...common.errors import ProfileError
 from ...common.options import Option, folder, seconds_of
 
-#: What a case is: sizes and words by name.
+#: Specification of a case: sizes and words by name.
 Spec = Mapping[str, object]
-#: Files of plans by platform; any other platform has the plan of accelerators.
+#: Plan files by platform; any other platform uses the plan for accelerators.
 _FILES = {"cpu": "rehearsal.toml"}
-#: Marks a second measurement of a case, which tells noise.
+#: Marks a second measurement of a case, which shows the noise.
 REPLICATE = "#"
-#: Part of the budget that a case runs back to back at most.
+#: Maximum fraction of the budget for which a case runs back to back.
 _LONG_PART = 1 / 50
 #: Suffixes of given programs.
 _PROGRAMS = (".mlir", ".mlir.gz", ".hlo", ".hlo.gz", ".stablehlo", ".mlirbc")
 
 
-#: Part of the budget that a stage gets in one go, since a change of worker costs seconds.
+#: Fraction of the budget that a stage gets in one go, since a change of worker costs seconds.
 TURN_PART = 1 / 8
-#: Seconds until a worker measures, and those that finding the device takes: guesses.
+#: Guessed seconds until a worker measures, and for finding the device.
 _START_S, _FIND_S = 15.0, 25.0
-#: Platforms that can be asked for; ``auto`` is the accelerator that a framework finds, else a CPU.
+#: Selectable platforms; ``auto`` is the accelerator that a framework finds, otherwise the CPU.
 DEVICES = ("auto", "gpu", "tpu", "cpu")
 
 
@@ -69,7 +69,7 @@ class Case:
     Attributes:
         key: Identifies it in the journal and in all tables.
         stage: Stage of the plan.
-        kind: What is done with it, a key of ``worker.KINDS``.
+        kind: How it is measured, a kind of the worker's tasks.
         worker: Kind of process that measures it, a key of ``client.WORKERS``.
         spec: Sizes and words by name.
         timeout_s: Seconds without a reply after which it counts as stuck.
@@ -89,17 +89,17 @@ class Case:
 
     @property
     def repeats(self) -> str:
-        """Key of what it measures again; its own if it is no second measurement."""
+        """Key of the case that it repeats; its own if it is not a repetition."""
         return self.key.partition(REPLICATE)[0]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Cases that are measured alike.
+    """Cases that are measured in the same way.
 
     Attributes:
-        cases: In order of value.
-        block: Cases that one request measures together.
+        cases: Cases in order of value.
+        block: Maximum number of cases that one request measures together.
     """
 
     cases: tuple[Case, ...]
@@ -111,9 +111,9 @@ class Plan:
     """Entries by stage.
 
     Attributes:
-        entries: In order of value.
-        shares: Of the time, by stage.
-        estimates: Seconds that a case may take beside what is run back to back, by stage and kind.
+        entries: Entries in order of value.
+        shares: Share of the time by stage.
+        estimates: Estimated seconds per case, except back-to-back runs, by stage and kind.
     """
 
     entries: Sequence[Entry]
@@ -136,19 +136,19 @@ class Plan:
         worker: str = "",
         here: Collection[str] = (),
     ) -> list[Case]:
-        """What to measure next; empty when nothing is left that may end in time.
+        """The next cases to measure; empty when nothing is left that may end in time.
 
         Args:
             done: Keys of finished cases.
             spent: Seconds by stage.
-            workers: Kinds of workers that run here.
-            fits: Seconds that a case took so far, by stage and kind.
+            workers: Kinds of workers that run on this host.
+            fits: Measured seconds per case so far, by stage and kind.
             left_s: Seconds until the end.
-            prefer: Stage to stay with, if it has something left.
-            worker: The kind of worker that is at hand: among the stages that are behind their
-                share, one that it can go on with comes first.
-            here: Keys that the worker at hand has measured. What repeats them waits for another
-                one, as long as there is anything else.
+            prefer: Stage to stay with, if it has cases left.
+            worker: Kind of the current worker: among the stages that are behind their share, one
+                that it can measure comes first.
+            here: Keys that the current worker has measured. Their replicates wait for another
+                worker as long as there is anything else.
         """
         finished, able = set(done), set(workers)
         found: dict[str, list[Case]] = {}
@@ -163,7 +163,7 @@ class Plan:
                 each = self.seconds(first, fits)
                 count = entry.block if each <= 0 else min(entry.block, int(left_s / each))
                 if count > 0:
-                    # Replicates are measured by another process than what they repeat.
+                    # Replicates are measured by a different process than the original.
                     alike = itertools.takewhile(partial(_alike, first), chosen)
                     place[first.stage] = list(itertools.islice(alike, count))
         found = found or later
@@ -182,15 +182,15 @@ class Plan:
         return found[min(found, key=order)]
 
     def seconds(self, case: Case, fits: Mapping[tuple[str, str], float]) -> float:
-        """How long a case like this took, or may take; 0 if nothing is known."""
-        # A long run says itself how long it is at least.
+        """Measured or estimated duration of a case like this; 0 if unknown."""
+        # The spec of a long run contains its minimum duration.
         least = float(str(case.spec.get("seconds", 0.0)))
         what = (case.stage, case.kind)
         return max(fits[what], least) if what in fits else self.estimates.get(what, 0.0) + least
 
 
 def _alike(one: Case, other: Case) -> bool:
-    """Whether one request measures both."""
+    """Whether one request can measure both."""
     return (one.worker, one.kind, one.replicate) == (other.worker, other.kind, other.replicate)
 
 
@@ -199,11 +199,11 @@ def load_plan(platform: str, programs: Path | None = None, budget_s: float = mat
 
     Args:
         platform: ``gpu``, ``tpu`` or ``cpu``.
-        programs: Folder of programs of one's own, measured beside the first stage's.
-        budget_s: Seconds of the campaign, of which long runs take a part at most.
+        programs: Folder of the user's programs, measured along with those of the first stage.
+        budget_s: Seconds of the campaign, which limit long runs.
 
     Raises:
-        ProfileError: The folder has no program.
+        ProfileError: The folder contains no program.
     """
     path = Path(__file__).with_name(_FILES.get(platform, "plan.toml"))
     data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -233,7 +233,7 @@ def _given(folder: Path | None) -> list[dict[str, object]]:
             where=str(folder),
             hint=f"expected files that end in {', '.join(_PROGRAMS)}",
         )
-    # Names of files may tell more than their owner wants to give away.
+    # File names may reveal more than their owner wants.
     return [
         {"program": f"given-{hashlib.sha256(p.read_bytes()).hexdigest()[:12]}", "file": str(p)}
         for p in files
@@ -241,7 +241,7 @@ def _given(folder: Path | None) -> list[dict[str, object]]:
 
 
 def _entry(data: Mapping[str, object], given: Sequence[Spec], budget_s: float) -> Entry:
-    """Make the cases of an entry: listed ones, the product of a grid, and given programs."""
+    """Create the cases of an entry: listed ones, the product of a grid, and given programs."""
     common = _table(data.get("all", {}))
     specs = [common | _table(spec) for spec in _list(data.get("cases", []))]
     for grid in _list(data.get("grids", [])):
@@ -259,14 +259,14 @@ def _entry(data: Mapping[str, object], given: Sequence[Spec], budget_s: float) -
             run["seconds"] = min(float(str(run["seconds"])), budget_s * _LONG_PART)
     cases: list[Case] = []
     for start in range(0, len(specs), block):
-        # Blocks of several kinds alternate, so that an early end has all kinds of the first ones.
+        # Blocks of several kinds alternate, so that an early end has the first ones of all kinds.
         for run in runs:
             cases += [_case(data, run, spec) for spec in specs[start : start + block]]
     again = int(str(data.get("replicates", 0)))
     # Spread over the entry, since its first cases are alike.
     step = max(1, math.ceil(len(specs) / again)) if again else 1
     for run in runs if again else ():
-        # Times are what is compared: a long run is not repeated.
+        # Only times are compared: a long run is not repeated.
         run.pop("seconds", None)
         cases += [_case(data, run, spec, f"{REPLICATE}1") for spec in specs[::step]]
     return Entry(tuple(cases), block)
@@ -274,7 +274,7 @@ def _entry(data: Mapping[str, object], given: Sequence[Spec], budget_s: float) -
 
 def _case(data: Mapping[str, object], run: Spec, spec: Spec, mark: str = "") -> Case:
     own = dict(spec) | {k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")}
-    # A given program's path stays on this machine, and another budget has other seconds.
+    # A given program's path stays on this machine, and another budget has different seconds.
     words = "-".join(_word(n, value) for n, value in own.items() if n not in ("file", "seconds"))
     kind, worker = str(run["kind"]), str(run["worker"])
     key = f"{data['stage']}/{kind}/{words}{mark}"
@@ -300,9 +300,9 @@ def _list(value: object) -> list[object]:
 
 
 def forecast(plan: Plan, budget_s: float) -> Iterator[tuple[float, list[Case]]]:
-    """Yield the blocks that would be measured, each with the second at which it begins.
+    """Yield the blocks that would be measured, each with its start time in seconds.
 
-    Seconds are the plan's estimates; a campaign goes on with those that it sees.
+    Times are the plan's estimates; a campaign replaces them by measured ones.
     """
     now, since, stage, worker = _FIND_S, _FIND_S, "", ""
     done: set[str] = set()
@@ -329,7 +329,7 @@ def forecast(plan: Plan, budget_s: float) -> Iterator[tuple[float, list[Case]]]:
 
 
 def told(settings: CampaignSettings) -> list[str]:
-    """Lines on what a campaign would measure: every block, then how many of each kind."""
+    """Description of what a campaign would measure: every block, then the number of each kind."""
     platform = settings.device if settings.device != "auto" else "gpu"
     plan = load_plan(platform, settings.programs, settings.budget_s)
     lines = [f"plan for a {platform}, {settings.budget_s / 60:g} minutes, by guessed times"]

@@ -20,29 +20,29 @@ from .journal import Journal
 from .machine import Telemetry, host_record, scrubbed_text
 from .plan import DEVICES, TURN_PART, CampaignSettings, Case, Plan, load_plan
 
-#: Exit status: all is measured or the budget used up; nothing could be measured, or the
-#: accelerator is lost; the slice has ended and the same command goes on.
+#: Exit status: everything is measured or the budget used up; nothing could be measured, or the
+#: accelerator is lost; the slice has ended and the same command continues.
 DONE, FAILED, MORE = 0, 1, 3
 _USED_UP = "the budget is used up"
-#: Part of a slice for packing the archive, and its bounds in seconds.
+#: Fraction of a slice for packing the archive, and its bounds in seconds.
 _PACK_PART, _PACK_S = 0.02, (2.0, 20.0)
-#: How many times as long as the last change of workers a stage is measured in one go at least.
+#: Minimum time for a stage in one go, as a multiple of the last change of workers.
 _STARTS = 2.0
-#: Pauses in seconds before a worker that does not start is tried again.
+#: Pauses in seconds before retrying a worker that does not start.
 _PAUSES_S = (2.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended.
+    """Outcome of a call.
 
     Attributes:
         status: Exit status, one of :data:`DONE`, :data:`FAILED` and :data:`MORE`.
         archive: The archive; ``None`` if nothing was measured yet.
-        done: Cases measured so far.
-        failed: Cases that failed so far.
-        left: Cases of the plan without a try.
-        why: Reason of the end, in words.
+        done: Number of cases measured so far.
+        failed: Number of cases that failed so far.
+        left: Number of cases of the plan that were not tried.
+        why: Reason for the end, in words.
     """
 
     status: int
@@ -56,15 +56,15 @@ class Outcome:
 def run_campaign(
     settings: CampaignSettings, tell: Callable[[str], None] = lambda what: None
 ) -> Outcome:
-    """Measure until the slice, the budget or the plan ends; then pack what there is.
+    """Measure until the slice, the budget or the plan ends; then pack the results.
 
     Args:
         settings: What is measured, and how long.
         tell: Called with a line for each block, and for each case that failed.
 
     Raises:
-        ProfileError: No framework is installed, none sees the device asked for, or a given folder
-            has no programs, or the folder cannot be written.
+        ProfileError: No framework is installed, none sees the requested device, a given folder
+            contains no programs, or the folder cannot be written.
     """
     if settings.device not in DEVICES:
         raise ProfileError(
@@ -85,7 +85,7 @@ def run_campaign(
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let no further Ctrl-C or SIGTERM stop what is written."""
+    """Ignore Ctrl-C and SIGTERM while results are written."""
     if threading.current_thread() is not threading.main_thread():  # others get no signals
         yield
         return
@@ -108,7 +108,7 @@ class _Campaign:
         own = min(left, settings.slice_s or left)
         reserve = min(max(own * _PACK_PART, _PACK_S[0]), _PACK_S[1])
         self._left_s = left
-        # Whether this call goes on to the end of the budget.
+        # Whether this call continues to the end of the budget.
         self._last = own >= left
         self._workers = Workers(settings.device, began + own - min(reserve, own / 2))
         self._hosts: JsonObject = {}
@@ -117,7 +117,7 @@ class _Campaign:
 
     def run(self) -> Outcome:
         plan = self._plan(self._platform)
-        # What is left of it is shorter than the time that was kept for packing.
+        # The rest of the budget is shorter than the time reserved for packing.
         if self._left_s < 1.0 or self._settings.budget_s <= self._journal.used_up_s:
             return self._outcome(DONE, plan, _USED_UP)
         self._journal.add("slice")
@@ -132,7 +132,7 @@ class _Campaign:
                 why = self._loop(plan)
         except KeyboardInterrupt:
             with _uninterrupted():
-                # It may have come between a line and what is known of it here.
+                # It may have come between writing a line and updating this object.
                 self._journal = Journal(self._settings.out)
                 self._journal.add("end")
                 self._outcome(MORE, plan, "interrupted")
@@ -147,7 +147,7 @@ class _Campaign:
         if why:
             return self._outcome(FAILED, plan, why)
         if left and not self._last and len(self._journal.finished) == before:
-            # Else a script that goes on until the status is another would never end.
+            # Otherwise a script that repeats the command until the status changes would never end.
             return self._outcome(FAILED, plan, "the slice is too short for what is left")
         if left:
             return self._outcome(MORE, plan, "the slice has ended; the same command goes on")
@@ -166,17 +166,17 @@ class _Campaign:
         return self._journal.platform or "cpu"
 
     def _find(self) -> str:
-        """Ask each framework what it sees; those that see the device measure.
+        """Ask each framework for its devices; those that see the device measure.
 
         Returns:
-            The platform; nothing if the rest of the budget is too short to start a framework.
+            The platform; empty if the rest of the budget is too short to start a framework.
 
         Raises:
             ProfileError: There is no framework, or no such device.
         """
         wanted = self._settings.device
         seen: dict[str, str] = {}
-        # JAX last, since its worker then measures what comes first.
+        # JAX last, since its worker then measures the first cases.
         for framework, kind in (("torch", "torch"), ("jax", "xla")):
             if importlib.util.find_spec(framework) is None:
                 self._hosts[framework] = {"missing": "not installed"}
@@ -195,7 +195,7 @@ class _Campaign:
                 f"no framework can measure here ({reasons})",
                 hint="give it more time" if late else "install jax or torch",
             )
-        # An accelerator that one framework sees counts, though the other has its CPU build.
+        # An accelerator that one framework sees counts, even if the other has its CPU build.
         platform = next((p for p in seen.values() if p != "cpu"), "cpu")
         if wanted not in ("auto", platform):
             raise ProfileError(
@@ -219,7 +219,7 @@ class _Campaign:
         return platform
 
     def _loop(self, plan: Plan) -> str:
-        """Measure block by block; returns why the campaign has to give up, or nothing."""
+        """Measure block by block; returns why the campaign has to give up, or an empty text."""
         stage, since = "", time.monotonic()
         while self._workers.left_s > 0.5:
             turn = max(self._settings.budget_s * TURN_PART, _STARTS * self._workers.start_s)
@@ -247,7 +247,7 @@ class _Campaign:
         return ""
 
     def _measure(self, block: Sequence[Case]) -> bool:
-        """Measure a block; whether a worker of its kind could be started."""
+        """Measure a block; returns whether a worker of its kind could be started."""
         begin = time.monotonic()
         rows = self._ready(block)
         if rows is None:
@@ -272,7 +272,7 @@ class _Campaign:
         return True
 
     def _ready(self, block: Sequence[Case]) -> list[JsonObject] | None:
-        """Have a worker for a block; ``None`` if there is none after several tries."""
+        """Prepare a worker for a block; ``None`` if none starts after several attempts."""
         first = block[0]
         again = [c.repeats for c in block if c.replicate]
         for pause in (*_PAUSES_S, None):
@@ -303,5 +303,5 @@ class _Campaign:
 
 
 def _kinds(seen: Mapping[str, str], platform: str) -> set[str]:
-    """Kinds of workers that measure a platform, by what each framework sees."""
+    """Kinds of workers that measure a platform, by the platform that each framework sees."""
     return {kind for kind, name in WORKERS.items() if seen.get(name) == platform}

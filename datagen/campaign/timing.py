@@ -1,4 +1,4 @@
-"""Times of cases and of calls by the host's clock, whatever the framework."""
+"""Durations of calls and cases by the host's clock, for any framework."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import TypeVar
 from ...common.types import JsonObject
 
 Result = TypeVar("Result")
-#: Takes what was found of a case: rows, the error that it ended with, or that it is under way.
+#: Receives the result of a case: rows, the error that ended it, or ``None`` while it is in
+#: progress.
 Tell = Callable[[str, "list[JsonObject] | Exception | None"], None]
 
 #: Seconds of a window of a long run, and of the pause before it, in which the device cools down.
 _WINDOW_S, _PAUSE_S = 0.25, 2.0
-#: Calls that are issued without waiting, and rounds of them, to see what a launch costs the host.
+#: Calls that are issued without waiting, and rounds of them, to measure the host's cost of a
+#: launch.
 _CALLS, _ROUNDS = 100, 15
-#: Loops of calls that are timed as a whole, and the seconds that one takes at least.
+#: Loops of calls that are timed as a whole, and the minimum seconds of one.
 _LOOPS, _LOOP_S = 9, 2e-3
 #: Calls of an anchor.
 _REPEATS = 20
@@ -25,7 +27,7 @@ _REPEATS = 20
 def time_calls(
     call: Callable[[], Result], settle: Callable[[Result], object], count: int = _REPEATS
 ) -> list[float]:
-    """Microseconds of calls until their results are there, after one that warms up."""
+    """Microseconds of calls until their results are ready, after a warm-up call."""
     settle(call())
     return [round(_seconds_each(call, settle, 1) * 1e6, 3) for _ in range(count)]
 
@@ -33,7 +35,7 @@ def time_calls(
 def _seconds_each(
     call: Callable[[], Result], settle: Callable[[Result], object], count: int
 ) -> float:
-    """Seconds of one of several calls in a row, until the last one's result is there."""
+    """Seconds per call of several calls in a row, until the last result is ready."""
     start = time.perf_counter()
     for _ in range(count - 1):
         call()
@@ -42,11 +44,11 @@ def _seconds_each(
 
 
 def time_launches(call: Callable[[], Result], settle: Callable[[Result], object]) -> JsonObject:
-    """Microseconds that issuing a call takes the host, and a call until its result is there.
+    """Microseconds for the host to issue a call, and of a call until its result is ready.
 
     Args:
         call: Launches something tiny.
-        settle: Waits for what it returns.
+        settle: Waits for its result.
     """
     blocked = time_calls(call, settle)
     issued = []
@@ -63,12 +65,12 @@ def time_launches(call: Callable[[], Result], settle: Callable[[Result], object]
 def time_loops(
     call: Callable[[], Result], settle: Callable[[Result], object], each_s: float
 ) -> list[float]:
-    """Microseconds of a call, in loops that are long beside a look at the clock.
+    """Microseconds of a call, in loops that are long compared with reading the clock.
 
     Args:
         call: Launches the work.
-        settle: Waits for what it returns.
-        each_s: About how long one takes, in seconds.
+        settle: Waits for its result.
+        each_s: Approximate duration of a call in seconds.
     """
     count = max(1, round(_LOOP_S / max(each_s, 1e-6)))
     return [round(_seconds_each(call, settle, count) * 1e6, 4) for _ in range(_LOOPS)]
@@ -81,11 +83,11 @@ def time_windows(
 
     Args:
         call: Launches the work.
-        settle: Waits for what it returns.
-        each_s: About how long one takes, in seconds.
-        seconds: How long to go on.
+        settle: Waits for its result.
+        each_s: Approximate duration of a call in seconds.
+        seconds: Total duration.
     """
-    # From a cool device at its highest clock.
+    # Starting from a cool device at its highest clock.
     time.sleep(min(_PAUSE_S, seconds))
     count = max(1, round(min(_WINDOW_S, seconds / 4) / max(each_s, 1e-6)))
     found: list[JsonObject] = []
@@ -99,12 +101,12 @@ def time_windows(
 def each(
     cases: Sequence[JsonObject], tell: Tell, one: Callable[[str, JsonObject], list[JsonObject]]
 ) -> None:
-    """Measure cases one by one; one that fails is told, and the next goes on.
+    """Measure cases one by one; a failed one is reported, and the next continues.
 
     Args:
         cases: Key and spec of each.
-        tell: Takes what was found of a case.
-        one: Makes the rows of a case of its key and spec.
+        tell: Receives the result of a case.
+        one: Returns the rows of a case for its key and spec.
     """
     for case in cases:
         key = str(case["key"])

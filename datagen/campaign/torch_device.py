@@ -1,4 +1,4 @@
-"""What PyTorch does differently on a GPU: waiting, memory, graphs, kernels of a trace."""
+"""PyTorch on a GPU: synchronisation, memory, CUDA graphs, kernels of a trace."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ import torch
 from ...common.types import JsonObject
 from ...common.versions import installed
 
-#: One call of what is measured; what it returns is waited for.
+#: One call of the measured code; its result is waited for.
 Step = Callable[[], object]
-#: Steps before a graph is captured, on a stream of their own, and under the profiler.
+#: Steps before a graph is captured, on a separate stream, and steps under the profiler.
 _WARM, _TRACED = 3, 3
 
 
 def device() -> str:
-    """The device that is measured, by PyTorch's name."""
+    """The measured device, by PyTorch's name."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def wait(value: object = None) -> object:
-    """Wait for all that was launched; returns the value."""
+    """Wait for everything that was launched; returns the value."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return value
 
 
 def release() -> None:
-    """Free what a case left: compiled code, tensors in cycles, and PyTorch's cache of memory."""
-    # Dynamo compiles a function 8 times at most, and then runs it eagerly without an error; the
-    # forward of a class of modules is one function for all models made of it.
+    """Free what a case left: compiled code, tensors in cycles, and PyTorch's memory cache."""
+    # Dynamo compiles a function at most 8 times, and then silently runs it eagerly; the ``forward``
+    # of a module class is one function for all its models.
     if "torch._dynamo" in sys.modules:  # which takes seconds to import
         torch._dynamo.reset()
     gc.collect()
@@ -84,10 +84,10 @@ def _no_accelerator() -> str:
 
 
 def captured(step: Step) -> Step:
-    """A step as a CUDA graph that is replayed.
+    """Capture a step as a CUDA graph; returns its replay.
 
-    As PyTorch's notes on CUDA semantics have it ("Whole-network capture"): some steps on another
-    stream first, then the capture, which holds gradients in memory of its own.
+    As in PyTorch's notes on CUDA semantics ("Whole-network capture"): some steps on another stream
+    first, then the capture, which keeps gradients in its private memory.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -103,9 +103,9 @@ def captured(step: Step) -> Step:
 
 
 def peak(step: Step) -> JsonObject:
-    """Bytes that a step allocates and that PyTorch reserves at the most; nothing on a CPU.
+    """Peak bytes that a step allocates and that PyTorch reserves; empty on a CPU.
 
-    A graph allocates nothing when it is replayed: what it needs is reserved.
+    A replayed graph allocates nothing: its memory is reserved.
     """
     if not torch.cuda.is_available():
         return {}
@@ -122,13 +122,13 @@ def peak(step: Step) -> JsonObject:
 def kernels(key: str, step: Step, steps: int = _TRACED) -> list[JsonObject]:
     """Operators with a row of a table, and all kernels by name, from a trace of some steps.
 
-    Nothing on a CPU; a note where nobody can trace.
+    Empty on a CPU; a note if tracing fails.
     """
     if not torch.cuda.is_available():
         return []
     try:
         return _kernels(key, step, steps)
-    except Exception as error:  # no right to trace, NumPy is missing, a trace of another form
+    except Exception as error:  # no permission to trace, NumPy is missing, an unknown trace format
         text = f"no kernels: {type(error).__name__}: {error}"
         return [{"table": "notes", "key": key, "text": text}]
 

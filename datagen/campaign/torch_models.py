@@ -1,6 +1,6 @@
-"""Models of PyTorch alone, for hosts without timm and transformers.
+"""Models in plain PyTorch, for hosts without timm and transformers.
 
-Each function without arguments makes a model of RGB images, so that tables of models can name it:
+Each function without arguments creates a model of RGB images, so that tables of models can name it:
 library ``opcast.datagen.campaign.torch_models``, model ``resnet50``.
 """
 

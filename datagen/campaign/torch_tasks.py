@@ -1,4 +1,4 @@
-"""What a worker with PyTorch measures: whole models, products, long runs, launches, anchors."""
+"""Tasks of a worker with PyTorch: whole models, products, long runs, launches, anchors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .timing import Tell, each, time_calls, time_launches, time_loops, time_wind
 from .torch_device import Step, captured, device, kernels, peak, release, wait
 from .torch_device import describe as describe  # what a worker calls
 
-#: Frameworks by the word in a plan.
+#: Frameworks by their name in a plan.
 _COMPILED, _GRAPH = "torch-compiled", "torch-graph"
 #: Steps before a model is timed, and calls of a product under the profiler.
 _WARM, _TRACED = 3, 9
-#: Bytes that the operands of a product rotate over: past the last cache of any GPU.
+#: Bytes over which the operands of a product rotate: beyond the last-level cache of any GPU.
 _ROTATED_BYTES = 256e6
 #: Element types of products by name, and whether f32 products may use TF32.
 _TYPES = {
@@ -46,7 +46,7 @@ def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
 
 
 def _model(key: str, spec: JsonObject) -> list[JsonObject]:
-    """A model, built with random weights, run as the case says."""
+    """A model, built with random weights, run as the case specifies."""
     dtype = str(spec["dtype"])
     plain = "fp32" if dtype.startswith("amp-") else dtype
     own = ModelCase(
@@ -96,7 +96,7 @@ def _model(key: str, spec: JsonObject) -> list[JsonObject]:
 
 
 def _filled(value: object) -> object:
-    """Random values in the place of zeros; integers stay valid indices."""
+    """Random values in place of zeros; integers stay valid indices."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_floating_point():
@@ -144,7 +144,7 @@ def _step(
 
 
 def _products(cases: Sequence[JsonObject], tell: Tell) -> None:
-    """Products, timed in loops; on a GPU each once more under the profiler, all in one session."""
+    """Products, timed in loops; on a GPU all of them once more in one profiler session."""
     calls: list[Step] = []
     rows: dict[str, JsonObject] = {}
     for case in cases:
@@ -166,14 +166,14 @@ def _products(cases: Sequence[JsonObject], tell: Tell) -> None:
 
 
 def _product(spec: JsonObject) -> Step:
-    """A product of operands that rotate past the caches."""
+    """A product of operands that rotate beyond the caches."""
     m, n, k = (int(spec[name]) for name in ("m", "n", "k"))
     dtype, narrow = _TYPES[str(spec["dtype"])]
     size = torch.empty((), dtype=dtype).element_size() * (m * k + n * k)
     rotated = _ROTATED_BYTES if torch.cuda.is_available() else 1.0
     sets = max(1, min(8, int(rotated / size)))
     lefts = [_random((m, k), dtype) for _ in range(sets)]
-    # Weights as linear layers keep them: n x k, used transposed.
+    # Weights in the layout of linear layers: n x k, used transposed.
     rights = [_random((n, k), dtype) for _ in range(sets)]
     turn = [0]
 
@@ -193,7 +193,7 @@ def _product(spec: JsonObject) -> Step:
         return lambda: torch.mm(*next_pair())
 
     def product() -> torch.Tensor:
-        # In the call, since the products of a trace run one after the other.
+        # Set in the call, since the products of a trace run one after the other.
         torch.backends.cuda.matmul.allow_tf32 = narrow
         return torch.mm(*next_pair())
 
@@ -207,7 +207,7 @@ def _random(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sustained(key: str, spec: JsonObject) -> list[JsonObject]:
-    """A product for long, back to back."""
+    """A product running back to back for a long time."""
     call = _product(spec)
     each = min(time_calls(call, wait, 5)) * 1e-6
     found = time_windows(call, wait, each, float(spec["seconds"]))
@@ -216,7 +216,7 @@ def _sustained(key: str, spec: JsonObject) -> list[JsonObject]:
 
 
 def _launches(key: str, spec: JsonObject) -> list[JsonObject]:
-    """What a launch costs the host: an operator, a compiled one, a graph of some operators."""
+    """The host's cost of a launch: an operator, a compiled one, a graph of some operators."""
     count, framework = int(spec["operators"]), str(spec["framework"])
     x = torch.zeros(8, device=device())
 

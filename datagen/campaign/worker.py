@@ -1,4 +1,4 @@
-"""The process of a campaign that measures. It may die; the campaign then starts another one.
+"""The process of a campaign that measures. If it dies, the campaign starts another one.
 
 Requests and replies are JSON messages (:class:`opcast.common.child_process.Channel`).
 """
@@ -47,7 +47,7 @@ def serve(
 
 def _run(tasks: ModuleType, request: JsonObject, reply: Callable[[JsonObject], None]) -> None:
     def tell(key: str, found: Sequence[JsonObject] | Exception | None) -> None:
-        if found is None:  # it goes on: the limit on silence begins anew
+        if found is None:  # in progress: restarts the reply timeout
             reply({"key": key})
         elif isinstance(found, Exception):
             reply({"key": key, "failed": reason_of(found)})
@@ -58,8 +58,8 @@ def _run(tasks: ModuleType, request: JsonObject, reply: Callable[[JsonObject], N
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one line on why a case failed."""
-    # Messages of compilers may quote whole modules; 500 characters hold the cause.
+    """One line on why a case failed."""
+    # Compiler messages may quote whole modules; 500 characters contain the cause.
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 

@@ -14,17 +14,17 @@ from .draws import DATA
 
 #: Factor for ops whose operand is f16: few CPUs compute in it, so every op converts.
 _WORK_F16 = 4.0
-#: Any other op on an element; the bound of memory traffic on a CPU rather than of arithmetic.
+#: Work per element of any other op, due to memory traffic on a CPU rather than arithmetic.
 _WORK_DEFAULT = 20.0
-#: For each comparison of a sort, each element of a scatter's updates, each element of a window:
+#: Work per comparison of a sort, per element of a scatter's updates, and per element of a window:
 #: XLA's CPU backend hardly vectorises these.
 _WORK_SORT = 400.0
 _WORK_SCATTER = 600.0
 _WORK_WINDOW = 100.0
-#: Grouped convolutions, where no library serves them: for one channel per group, for the filter
-#: gradient, and the least.
+#: Work of grouped convolutions, which no library supports: for one channel per group, for the
+#: filter gradient, and the minimum.
 _WORK_GROUPED, _WORK_BATCH_GROUPED, _WORK_GROUPED_LEAST = 600.0, 2500.0, 20.0
-#: Products of integers, and of a vector, which run at the speed of memory.
+#: Work of products of integers, and of a vector, which are memory-bound.
 _WORK_INTEGER_DOT, _WORK_VECTOR_DOT = 60.0, 25.0
 #: Ops that move nothing or are removed by the compiler.
 _NO_WORK = {"reshape", "squeeze", "expand_dims", "stop_gradient", "copy_p"}
@@ -35,9 +35,9 @@ class Estimate:
     """Estimated cost of a program.
 
     Attributes:
-        flops: Floating-point operations, one per element where an op is not a product.
+        flops: Floating-point operations, one per element for ops other than products.
         work: The same weighted by how slow each op is, in FLOPs of a matrix product.
-        peak_bytes: Most bytes alive at a time, without fusion, arguments and results included.
+        peak_bytes: Maximum bytes alive at a time, without fusion, including arguments and results.
         n_ops: Number of ops; a loop body's ops count once.
     """
 
@@ -91,11 +91,11 @@ def _shape(var: Var | Literal) -> tuple[int, ...]:
 def _eqn(eqn: JaxprEqn) -> Estimate:
     name, params = eqn.primitive.name, eqn.params
     inner = [params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params]
-    # Reducers have a jaxpr as well, but of a scalar function: they are priced by element below.
+    # Reducers also have a jaxpr, but of a scalar function: they are priced per element below.
     if inner and name not in ("reduce", "reduce_window", "select_and_scatter", "scatter"):
         body = estimate(inner[0])
         repeats = float(params.get("length", 1)) if name == "scan" else 1.0
-        # The arguments of the inner function are alive outside already.
+        # The arguments of the inner function are already alive outside.
         peak = body.peak_bytes - sum(_bytes(v) for v in eqn.invars) * (repeats == 1)
         return Estimate(body.flops * repeats, body.work * repeats, max(0.0, peak), body.n_ops)
     if name == "cond":
@@ -111,7 +111,7 @@ def _eqn(eqn: JaxprEqn) -> Estimate:
 
 
 def _plain(name: str, eqn: JaxprEqn) -> tuple[float, float]:
-    """FLOPs and work of an op without regions that count."""
+    """FLOPs and work of an op without nested regions."""
     out = sum(_size(v) for v in eqn.outvars)
     first = _size(eqn.invars[0]) if eqn.invars else out
     if name == "dot_general":
@@ -139,7 +139,7 @@ def _plain(name: str, eqn: JaxprEqn) -> tuple[float, float]:
     if name.startswith(("reduce_window", "select_and")):
         window = math.prod(eqn.params["window_dimensions"])
         return float(out * window), out * window * _WORK_WINDOW
-    # A reduction works on what it reads.
+    # A reduction works on its input.
     elements = max(out, first) if name.startswith(("reduce", "arg")) else out
     weight = 0.0 if name in _NO_WORK else DATA["work"].get(name, _WORK_DEFAULT)
     return float(elements), elements * weight

@@ -1,4 +1,4 @@
-"""Random sizes, shapes and types: half of them log-uniform, half as they occur in real models."""
+"""Random sizes, shapes and types: half of them log-uniform, half as in real models."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ WIDTHS, CHANNELS, IMAGES = map(_sizes, ("widths", "channels", "images"))
 BATCHES, LENGTHS, VOCABULARIES = map(_sizes, ("batches", "lengths", "vocabularies"))
 HEADS, HEAD_WIDTHS = map(_sizes, ("heads", "head_widths"))
 _COMMON = tuple(sorted({*WIDTHS, *CHANNELS, *IMAGES, *BATCHES, *LENGTHS, *VOCABULARIES}))
-#: Smallest number of elements aimed at: below it every kernel takes the same time.
+#: Smallest target number of elements: below it every kernel takes the same time.
 _FEW = 512
-#: Proposals, from which the nearest to the target size is taken; few, so that sizes stay varied.
+#: Proposals, of which the nearest to the target size is taken; few, so that sizes stay varied.
 _TRIES = 16
 
 
@@ -68,7 +68,7 @@ class Draws:
     max_flops: float
 
     def flip(self, probability: float = 0.5) -> bool:
-        """Return True with the given probability."""
+        """True with the given probability."""
         return bool(self.rng.random() < probability)
 
     def choice(self, options: Sequence[T]) -> T:
@@ -96,7 +96,7 @@ class Draws:
         return min(high, max(low, round(self.log_uniform(low, max(low, high)))))
 
     def dtype(self, *among: str) -> str:
-        """Draw a floating-point type of the sampler, f32 most often, or one of those given."""
+        """Draw a floating-point type, f32 most often, or one of the given types."""
         if among:
             return self.choice(among)
         return self.weighted({d: 3.0 if d == "f32" else 1.0 for d in FLOATS})
@@ -121,7 +121,7 @@ class Draws:
         dtype: str = "",
         held: str = "",
     ) -> Arg:
-        """Draw an argument of harmless values: its type, a number of elements, a shape.
+        """Draw an argument of moderate values: its type, a number of elements, a shape.
 
         Args:
             copies: Arrays of that many elements that the program needs at a time.
@@ -137,7 +137,7 @@ class Draws:
         """Draw ``rank`` dimensions whose product is about ``elements``, never above it.
 
         Args:
-            elements: Product aimed at.
+            elements: Target product.
             rank: Number of dimensions.
             concentration: Parameter of the Dirichlet distribution that splits the logarithm of the
                 product; higher values make the dimensions more equal.
@@ -153,7 +153,7 @@ class Draws:
         """Draw a shape of at most about ``elements`` elements.
 
         Args:
-            elements: Product aimed at.
+            elements: Target product.
             *ranks: Allowed numbers of dimensions; 1 to 4 if not given.
         """
         allowed = ranks or (1, 2, 3, 4)
@@ -189,7 +189,7 @@ class Draws:
     def closest(
         self, propose: Callable[[], T], measure: Callable[[T], float], target: float
     ) -> T | None:
-        """Return the nearest of several proposals that do not exceed the target, else None."""
+        """The nearest of several proposals that do not exceed the target, else None."""
         proposals = [propose() for _ in range(_TRIES)]
         sized = [(measure(p), i) for i, p in enumerate(proposals)]
         fitting = [entry for entry in sized if entry[0] <= target]
@@ -206,12 +206,12 @@ def struct(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def positive(shape: tuple[int, ...], dtype: str) -> Arg:
-    """Make an argument of values between 0.1 and 2: safe to divide by and to take logarithms of."""
+    """Argument with values between 0.1 and 2: safe for division and logarithms."""
     return Arg(shape, dtype, "uniform", 0.1, 2.0)
 
 
 def values(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Arg:
-    """Make an argument of harmless values of any type: normal floats, small integers, booleans."""
+    """Argument with moderate values of any type: normal floats, small integers, booleans."""
     if dtype == "pred":
         return Arg(shape, dtype, "integer", 0, 2)
     if dtype[0] in "su":
@@ -220,19 +220,19 @@ def values(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Arg:
 
 
 def indices(shape: tuple[int, ...], bound: int) -> Arg:
-    """Make an int32 argument of indices in ``[0, bound)``."""
+    """An int32 argument of indices in ``[0, bound)``."""
     return Arg(shape, "s32", "integer", 0, max(1, bound))
 
 
 def gradient(function: Function, wanted: Sequence[int]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return the vector-Jacobian product of a function by its ``wanted`` arguments.
+    """Vector-Jacobian product of a function by its ``wanted`` arguments.
 
     Returns:
-        A function of the gradient of the function's result and then of the function's arguments.
+        A function of the gradient of the function's result, followed by the function's arguments.
     """
 
     def vector_jacobian(grad: jax.Array, *args: jax.Array) -> tuple[jax.Array, ...]:
-        # A function of the wanted arguments alone: integers have no gradient.
+        # A function of only the wanted arguments: integers have no gradient.
         def partial(*floats: jax.Array) -> jax.Array:
             full = list(args)
             for index, value in zip(wanted, floats, strict=True):

@@ -21,13 +21,13 @@ from .source import Arg, ProgramSource
 #: Below these there is no room for a program of several ops.
 _LEAST_BYTES = 256e3
 _LEAST_FLOPS = 1e7
-#: Programs that are drawn, each with half of the limits of the one before.
+#: Programs that are drawn, each with half of the limits of the previous one.
 _ATTEMPTS = 12
 #: Rejected steps after which a program is taken as it is.
 _REJECTIONS = 15
-#: What a program starts from (engineering choice).
+#: Weights of a program's starting values (engineering choice).
 _THEMES = {"tokens": 0.35, "image": 0.3, "matrix": 0.25, "vector": 0.1}
-#: How gradients appear: not at all, of single steps, or of the whole program.
+#: Weights of the use of gradients: none, of single steps, or of the whole program.
 _MODES = {"forward": 0.45, "mixed": 0.3, "train": 0.25}
 
 
@@ -42,15 +42,16 @@ def random_program(
     """Draw a program of layers and ops; its inputs are arguments, and all its work is returned.
 
     Args:
-        rng: Decides everything; the same state gives the same program.
-        n_ops: Fewest and most ops aimed at, log-uniform; the last step may exceed it.
-        max_bytes: Most bytes that arguments, results and intermediates may need at a time; None
-            for what suits the local backend.
-        max_flops: Most work, as in :func:`~opcast.datagen.programs.single_op.sample_op`.
-        platform: JAX's name of the platform that it is lowered for; empty for the local backend.
+        rng: Source of all randomness; the same state gives the same program.
+        n_ops: Minimum and maximum number of ops to aim at, log-uniform; the last step may exceed
+            it.
+        max_bytes: Maximum bytes of arguments, results and intermediates alive at a time; None for
+            a suitable limit for the local backend.
+        max_flops: Maximum work, as in :func:`~opcast.datagen.programs.single_op.sample_op`.
+        platform: JAX's name of the platform to lower for; empty for the local backend.
 
     Raises:
-        ProfileError: The limits leave no room, or ``n_ops`` is no range.
+        ProfileError: The limits leave no room, or ``n_ops`` is not a range.
     """
     max_bytes, max_flops = limits(max_bytes, max_flops, (_LEAST_BYTES, _LEAST_FLOPS))
     if not 1 <= n_ops[0] <= n_ops[1]:
@@ -59,7 +60,7 @@ def random_program(
     for attempt in range(_ATTEMPTS):
         shrink = 0.5**attempt
         draws = Draws(rng, max_bytes * shrink, max_flops * shrink)
-        # Gradients exceed limits most often: the last attempts go without.
+        # Gradients exceed limits most often: the last attempts have none.
         mode = draws.weighted(_MODES) if attempt < _ATTEMPTS - 4 else "forward"
         pool, theme = _grow(draws, n_ops, mode)
         draft = Draft(*_function(pool, mode, draws), f"{theme}-{mode}")
@@ -114,7 +115,7 @@ def _add_gradient(pool: Pool, step: Step) -> None:
 def _start(pool: Pool, theme: str) -> Value:
     """Add an input of the theme; a theme's sizes stay far below the limit."""
     draws = pool.draws
-    # Elements of an input: room for two dozen f32 values of its size, and for some 75 element-wise
+    # Elements of an input: room for two dozen f32 values of its size, and for about 75 element-wise
     # ops (20 of work each) on it.
     budget = draws.log_uniform(4096, max(8192.0, draws.max_bytes / 4 / 24))
     budget = min(budget, draws.max_flops / 1500)
@@ -140,7 +141,7 @@ def _start(pool: Pool, theme: str) -> Value:
 
 
 def _function(pool: Pool, mode: str, draws: Draws) -> tuple[Callable[..., object], tuple[Arg, ...]]:
-    """The program as a function of its arguments, which returns whatever has no reader."""
+    """The program as a function of its arguments, which returns all values without readers."""
     leaves = pool.leaves()
     # Some results are reduced, so that not every program ends in large writes.
     means = {v.index for v in leaves if v.is_float and v.rank and draws.flip(0.35)}
@@ -161,7 +162,7 @@ def _function(pool: Pool, mode: str, draws: Draws) -> tuple[Callable[..., object
 def _training(
     forward: Callable[..., tuple[jax.Array, ...]], wanted: tuple[int, ...], update: bool
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Loss, and the gradients by the wanted arguments or these arguments after a step."""
+    """Loss, and the gradients of the wanted arguments, or these arguments after a step."""
 
     def loss(*xs: jax.Array) -> jax.Array | int:
         floats = [y.astype(jnp.float32) for y in forward(*xs) if y.dtype.kind in "fV"]
@@ -170,7 +171,7 @@ def _training(
     def function(*xs: jax.Array) -> tuple[jax.Array, ...]:
         value, grads = jax.value_and_grad(loss, wanted)(*xs)
         if update:
-            # A rate of the argument's own type keeps the update in that type.
+            # A rate of the argument's type keeps the update in that type.
             grads = tuple(xs[i] - 1e-2 * g for i, g in zip(wanted, grads, strict=True))
         return value, *grads
 

@@ -1,4 +1,4 @@
-"""The values of a growing random program, and the steps that made them."""
+"""The values of a growing random program, and the steps that produced them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Step:
         function: Takes the inputs, then the arguments; returns an array or a tuple of arrays.
         inputs: Values of the pool.
         args: New arguments of the program.
-        smooth: Whether its gradient makes sense.
+        smooth: Whether its gradient is meaningful.
     """
 
     function: Callable[..., Any]
@@ -72,7 +72,7 @@ class Step:
     smooth: bool = True
 
 
-#: Makes a step that reads a value, or None where the value does not suit it.
+#: Creates a step that reads a value; None if the value is unsuitable.
 Motif = Callable[["Pool", Value], Step | None]
 MOTIFS: dict[Motif, float] = {}
 """Every motif with its weight."""
@@ -85,15 +85,15 @@ def motif(
     most: int | None = None,
     last: int = 1,
 ) -> Callable[[Motif], Motif]:
-    """Declare a motif, and the values that it reads.
+    """Register a motif, with the values that it can read.
 
     Args:
         weight: Share among the motifs, not normalised. Engineering choices: products, convolutions,
             norms, attention, element-wise ops and reductions first, as in real models.
         dtypes: Element types of the values.
-        rank: Fewest dimensions.
-        most: Most dimensions; None for any number.
-        last: Smallest last dimension.
+        rank: Minimum number of dimensions.
+        most: Maximum number of dimensions; None for any number.
+        last: Minimum size of the last dimension.
     """
 
     def declare(make: Motif) -> Motif:
@@ -115,7 +115,7 @@ class Pool:
 
     Attributes:
         draws: Random decisions and limits.
-        values: Every value, arguments included.
+        values: All values, including arguments.
         args: Arguments of the program with the index of their values.
         steps: Traced steps: function, indices of inputs, index of the first result.
         used: Indices of values that some step reads.
@@ -139,9 +139,9 @@ class Pool:
         return value
 
     def pick(self) -> Value:
-        """Draw a value; recent ones and those without a reader come more often."""
+        """Draw a value; recent ones and those without a reader are more likely."""
         # Chains rather than stars: weights fall by a tenth per place, to a quarter for values that
-        # are read already, and small values (means, scalars) are mostly left alone.
+        # are already read, and small values (means, scalars) are rarely used.
         recent = self.values[-24:]
         weights = {
             v: (0.25 if v.index in self.used else 1.0)
@@ -152,7 +152,7 @@ class Pool:
         return self.draws.weighted(weights)
 
     def like(self, value: Value, make: float = 0.3) -> tuple[tuple[Value, ...], tuple[Arg, ...]]:
-        """Return another value of the same type, or with probability ``make`` a new argument."""
+        """Another value of the same type, or with probability ``make`` a new argument."""
         same = [
             v
             for v in self.values
@@ -171,9 +171,9 @@ class Pool:
         return closed, estimate(closed)
 
     def add(self, step: Step) -> tuple[Value, ...]:
-        """Append a step; nothing happens and no value returns if it exceeds the limits."""
+        """Append a step and return its values; if it exceeds the limits, return none."""
         closed, cost = self.cost(step)
-        # Half of the memory for one step: other values are alive beside it.
+        # Half of the memory for one step, since other values are alive at the same time.
         over = cost.peak_bytes > self.draws.max_bytes / 2
         if over or self.work + cost.work > self.draws.max_flops:
             return ()
@@ -194,12 +194,12 @@ class Pool:
         return tuple(self.values[first:])
 
     def leaves(self) -> list[Value]:
-        """Return the results that no step reads."""
+        """Results that no step reads."""
         arguments = {index for index, _ in self.args}
         return [v for v in self.values if v.index not in self.used and v.index not in arguments]
 
     def run(self, arguments: Sequence[jax.Array]) -> dict[int, jax.Array]:
-        """Every value by index, from the arguments in order."""
+        """All values by index, from the arguments in order."""
         env = {index: x for (index, _), x in zip(self.args, arguments, strict=True)}
         for function, inputs, first in self.steps:
             for offset, result in enumerate(function(*(env[i] for i in inputs))):
@@ -208,7 +208,7 @@ class Pool:
 
 
 def backward(pool: Pool, step: Step) -> Step | None:
-    """Make the gradient of a step by its floating-point operands, for a gradient of the pool."""
+    """Gradient of a step by its floating-point operands, for an incoming gradient of the pool."""
     operands: list[Value | Arg] = [*step.inputs, *step.args]
     wanted = tuple(i for i, v in enumerate(operands) if v.dtype in FLOATS)
     structs = [struct(v.shape, v.dtype) for v in operands]

@@ -16,14 +16,14 @@ from .draws import DATA, Draft, Draws, struct
 from .elementwise import BINARY, UNARY, binary, unary
 from .source import Arg, ProgramSource
 
-#: Most bytes and work of a program on a CPU, and on an accelerator: tens of milliseconds on either,
-#: so that a run measures many of them.
+#: Maximum bytes and work (FLOPs) of a program on a CPU, and on an accelerator: tens of milliseconds
+#: on either, so that a run measures many of them.
 CPU_LIMITS = (128e6, 4e9)
 ACCELERATOR_LIMITS = (2e9, 1e12)
 #: Below these no op has room for even the smallest sizes.
 _LEAST_BYTES = 64e3
 _LEAST_FLOPS = 1e6
-#: Drafts of one op, each at 0.6 of the limits of the one before.
+#: Drafts of one op, each at 0.6 of the limits of the previous one.
 _ATTEMPTS = 16
 
 
@@ -72,14 +72,14 @@ def sample_op(
     """Draw a program of one op, its total size log-uniform within the limits.
 
     Args:
-        rng: Decides everything; the same state gives the same program.
+        rng: Source of all randomness; the same state gives the same program.
         opcode: A key of ``OPCODES``; None for one in proportion to the weights.
-        max_bytes: Most bytes that arguments, results and intermediates may need at a time; None
-            for what suits the local backend.
-        max_flops: Most work; None for what suits the local backend. Ops that are far slower than
-            matrix products for each FLOP count for more, so that by default most programs take
-            2 µs to 50 ms on two CPU cores, and no longer on an accelerator.
-        platform: JAX's name of the platform that it is lowered for; empty for the local backend.
+        max_bytes: Maximum bytes of arguments, results and intermediates alive at a time; None for
+            a suitable limit for the local backend.
+        max_flops: Maximum work; None for a suitable limit for the local backend. Ops that are far
+            slower per FLOP than matrix products count for more, so that by default most programs
+            take 2 µs to 50 ms on two CPU cores, and no longer on an accelerator.
+        platform: JAX's name of the platform to lower for; empty for the local backend.
 
     Raises:
         ProfileError: The opcode is unknown, or the limits leave no room.
@@ -107,7 +107,7 @@ def sample_op(
 def limits(
     max_bytes: float | None, max_flops: float | None, least: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the given limits, or those that suit the local backend.
+    """The given limits, with suitable defaults for the local backend.
 
     Raises:
         ProfileError: They are below ``least``.
@@ -124,7 +124,7 @@ def limits(
 
 
 def trace(draft: Draft, name: str) -> tuple[jax.stages.Traced, Estimate]:
-    """Trace a draft; return what `jax.jit(…).trace` gives, and the cost."""
+    """Trace a draft; return the result of `jax.jit(…).trace`, and the cost."""
 
     def main(*args: jax.Array) -> object:
         return draft.function(*args)
@@ -144,7 +144,7 @@ def to_source(
     cost: Estimate,
     platform: str = "",
 ) -> ProgramSource:
-    """Lower what :func:`trace` gave to StableHLO text for a platform of JAX, or the local one."""
+    """Lower the result of :func:`trace` to StableHLO text for a JAX platform, or the local one."""
     text = traced.lower(lowering_platforms=(platform,) if platform else None).as_text()
     return ProgramSource(name, family, text, draft.args, cost.peak_bytes, cost.flops)
 

@@ -1,4 +1,4 @@
-"""A program: its StableHLO, and values for its arguments, also if it came without any."""
+"""A program: its StableHLO, and values for its arguments, also for programs without any."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...features.ir.program import NUMPY_NAMES, PARTS, TensorType
 
 Kind = Literal["normal", "uniform", "integer", "spd", "triangular"]
 
-#: Random values that are drawn per argument; longer ones repeat them, since drawing a value costs
-#: more than many kernels spend on it. Not a power of two, so that rows of an array differ.
+#: Random values drawn per argument; longer arguments repeat them, since drawing a value costs more
+#: than many kernels spend on it. Not a power of two, so that rows of an array differ.
 _BLOCK = 2**20 + 7
 #: Integers stay below this, since programs use them as indices of unknown dimensions.
 INTEGER_LIMIT = 8
@@ -40,11 +40,11 @@ class Arg:
     Attributes:
         shape: Dimensions.
         dtype: HLO element type.
-        kind: ``normal`` (mean 0, deviation ``high``), ``uniform`` and ``integer`` (both in
+        kind: ``normal`` (mean 0, standard deviation ``high``), ``uniform`` and ``integer`` (both in
             ``[low, high)``), ``spd`` (positive definite matrices) or ``triangular`` (lower
             triangular, well conditioned).
         low: Smallest value.
-        high: End of the range, or the deviation.
+        high: End of the range, or the standard deviation.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Arg:
         return int(np.prod(self.shape, dtype=np.int64)) * numpy_dtype(self.dtype).itemsize
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """A value of this argument."""
+        """Draw a value of this argument."""
         count = int(np.prod(self.shape, dtype=np.int64))
         if self.kind in ("spd", "triangular"):
             return self._matrices(rng)
@@ -143,6 +143,6 @@ def _one(type_: TensorType, rng: np.random.Generator) -> np.ndarray:
         # The narrowest types hold less than the limit.
         top = min(INTEGER_LIMIT, 2 ** (int(dtype[1:]) - 1))
         return Arg(type_.shape, dtype, "integer", 0, top).draw(rng)
-    # Of the size of weights: chains of products neither overflow 16-bit types nor become denormal,
-    # which would change their speed on a CPU.
+    # As large as typical weights: chains of products neither overflow 16-bit types nor become
+    # denormal, which would change their speed on a CPU.
     return Arg(type_.shape, dtype, high=1.0 if dtype in PARTS else 0.1).draw(rng)

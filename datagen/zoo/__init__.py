@@ -1,7 +1,7 @@
-"""Program families of machine learning: from sizes to StableHLO programs with their arguments.
+"""Families of machine-learning programs: from sizes to StableHLO programs with their arguments.
 
 The profiler measures them, tests and benchmarks predict them, users export them as examples.
-Nothing heavy is imported before a program is built; building needs jax, flax and optax.
+No heavy package is imported before a program is built; building requires jax, flax and optax.
 """
 
 from __future__ import annotations

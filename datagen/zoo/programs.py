@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from .families.parts import Input, Model, Settings, parameter, require
 from .workload import Draw, PyTree, Workload
 
-# JAX has no annotations for these, and a strict checker refuses calls of such functions.
+# JAX has no annotations for these, and a strict checker rejects calls of such functions.
 P: Callable[..., PartitionSpec] = PartitionSpec
 Struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
 pmean: Callable[..., PyTree] = jax.lax.pmean
@@ -28,7 +28,7 @@ AXIS = "data"
 
 
 def make_workload(name: str, family: str, settings: Settings, model: Model) -> Workload:
-    """The workload of a model in the mode that the settings ask for."""
+    """The workload of a model in the mode that the settings specify."""
     devices = settings["data_parallel"]
     variables = _abstract_variables(model)
     params = variables.pop("params")
@@ -68,7 +68,7 @@ def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def _abstract_variables(model: Model) -> dict[str, PyTree]:
-    """Shapes of all collections of the module, found without computing any."""
+    """Shapes of all collections of the module, determined without computing any."""
     inputs = [jax.tree.map(_abstract, value) for value in model.inputs.values()]
     key = jax.eval_shape(partial(jax.random.key, 0))
     init = partial(model.module.init, train=False)
@@ -142,7 +142,7 @@ def _parallel(
     """The function over a mesh of ``devices``, with explicit collectives, and its arguments."""
     mesh = AbstractMesh((devices,), (AXIS,))
     specs = jax.tree.map(_spec, args)
-    # Replication is not tracked: with it, gradients would be summed implicitly.
+    # Replication is not tracked: otherwise gradients would be summed implicitly.
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
     )
@@ -164,7 +164,7 @@ def _spec(leaf: Leaf) -> PartitionSpec:
 
 
 def _draws(args: tuple[PyTree, ...], train: bool) -> tuple[Draw, ...]:
-    """How to make each leaf of the arguments, in flattening order."""
+    """Generators of the argument leaves, in flattening order."""
     made: list[Draw] = []
     for position, arg in enumerate(args):
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg):

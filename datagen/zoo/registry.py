@@ -1,6 +1,6 @@
 """Finds, checks and builds the programs of the zoo, and writes them as StableHLO files.
 
-The families with their parameters and sizes are read without JAX from ``families.yaml``.
+Families with their parameters and sizes are read from ``families.yaml``, without JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .workload import Workload
 
 
-# Kept apart from the models, so that listing families does not import JAX.
+# Separate from the models, so that listing families does not import JAX.
 Setting = int | float | str | bool
 """A value of a parameter of a family."""
 
@@ -38,7 +38,7 @@ COMMON_CHOICES: dict[str, tuple[Setting, ...]] = {
     "dtype": ("f32", "bf16"),
     "optimizer": ("adam", "sgd"),
 }
-# Names of `opcast simulate` for the same thing, which settings may use as well.
+# Aliases from `opcast simulate`, which settings may use as well.
 ALIASES = {"d_model": "dim", "d_ff": "hidden", "n_layers": "layers", "sequence": "seq"}
 
 
@@ -49,10 +49,10 @@ class Family:
     Attributes:
         name: Name by which it is built.
         summary: One-line description.
-        module: Module of :mod:`.families` that holds it.
+        module: Module of :mod:`.families` that contains it.
         defaults: Every parameter with its default; the default's type is the parameter's type.
-        choices: Allowed values of parameters that take only some.
-        variants: Sizes of the model by parameter and its value, such as blocks by depth.
+        choices: Allowed values of parameters with a fixed set of values.
+        variants: Sizes of the model by parameter and value, such as blocks by depth.
         headline: Parameters that always appear in a workload's name.
         sizes: Settings of the programs of each suite, as texts such as "batch=8 mode=train".
     """
@@ -67,7 +67,7 @@ class Family:
     variants: Mapping[str, Mapping[Setting, JsonMapping]] = field(default_factory=dict)
 
     def variant(self, settings: Mapping[str, Setting]) -> JsonObject:
-        """The sizes that stand for a value of a parameter."""
+        """Sizes that the values of parameters with variants stand for."""
         return {
             name: tuple(value) if isinstance(value, list) else value
             for key, sizes in self.variants.items()
@@ -77,14 +77,14 @@ class Family:
 
 @cache
 def own_families() -> dict[str, Family]:
-    """Every family of opcast by name."""
+    """All families of opcast by name."""
     return {
         name: Family(
             name=name,
             summary=own["summary"],
             module=own["module"],
             defaults=COMMON | own["defaults"],
-            # A parameter with variants has their names for choices.
+            # The choices of a parameter with variants are the names of the variants.
             choices=COMMON_CHOICES | _tuples(own.get("variants", {}) | own.get("choices", {})),
             headline=tuple(own["headline"]),
             sizes=_tuples(own["sizes"]),
@@ -109,14 +109,14 @@ BUDGETS = ("quick", "standard", "full")
 
 
 def all_families() -> dict[str, Family]:
-    """Return every family by name, other packages' families after opcast's."""
+    """All families by name, families of other packages after opcast's."""
     own = own_families()
-    # A plug-in cannot replace a family: its name would mean two programs in a dataset.
+    # A plug-in cannot replace a family: its name would refer to two programs in a dataset.
     return own | {name: family(name) for name in plugins.found(GROUP) if name not in own}
 
 
 def family(name: str) -> Family:
-    """Return the family called ``name``.
+    """The family called ``name``.
 
     Raises:
         OpcastError: There is none, or a plug-in declares none.
@@ -139,7 +139,7 @@ def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
 
     Args:
         name: Name of the family.
-        pairs: ``key=value`` texts, also several in one with commas in between.
+        pairs: ``key=value`` texts, each with one or several comma-separated pairs.
 
     Raises:
         OpcastError: A text is not a pair, names no parameter or one twice, or has a bad value.
@@ -156,17 +156,17 @@ def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
 
 
 def resolve(name: str, settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return all parameters of a family: the given settings, checked, and defaults."""
+    """All parameters of a family: the given settings, checked, and defaults."""
     chosen = family(name)
     return {**chosen.defaults, **_checked(chosen, settings)}
 
 
 def workload_name(name: str, settings: Mapping[str, Setting]) -> str:
-    """Make a short name from the settings, such as "resnet-depth=50-batch=8-train".
+    """Short name for the settings, such as "resnet-depth=50-batch=8-train".
 
     Args:
         name: Name of the family.
-        settings: Settings; defaults may be left out.
+        settings: Settings; defaults may be omitted.
     """
     chosen, full = family(name), resolve(name, settings)
     shown = [
@@ -189,14 +189,14 @@ def build(name: str, **settings: Setting) -> Workload:
         **settings: Parameters of the family; strings are converted to the type of the default.
 
     Raises:
-        OpcastError: The family or a setting is unknown, or values do not fit one another.
+        OpcastError: The family or a setting is unknown, or values do not match.
     """
     chosen, full = family(name), resolve(name, settings)
     module = _module(chosen)
     programs = import_module(".programs", __package__)
-    # Families that share a module (llama, llama_decode) have a maker of their own each.
+    # Families that share a module (llama, llama_decode) each have a separate maker.
     maker = getattr(module, "model_" + name, None) or module.model
-    # The name has only the settings that were given or matter, the workload has all of them.
+    # The name contains only the given and headline settings, the workload has all of them.
     model = maker({**full, **chosen.variant(full)})
     built: Workload = programs.make_workload(workload_name(name, settings), name, full, model)
     return built
@@ -213,11 +213,12 @@ def export(
 
     Args:
         name: Name of the family.
-        settings: Its settings.
+        settings: Settings of the family.
         path: File to write.
         format: "text" (MLIR with locations), "bytecode" (MLIR bytecode), "portable" (versioned
             StableHLO artifact) or "jax-export" (a serialized ``jax.export.Exported``).
-        platform: What JAX lowers it for: "cpu", "cuda", "rocm" or "tpu"; by default what it sees.
+        platform: Platform that JAX lowers for: "cpu", "cuda", "rocm" or "tpu"; by default JAX's
+            own.
 
     Returns:
         The path written.
@@ -233,7 +234,7 @@ def export(
 
 
 def size_grid(name: str, budget: str = "standard") -> list[dict[str, Setting]]:
-    """List settings of a family that together span its sizes.
+    """Settings of a family that together span its sizes.
 
     Args:
         name: Name of the family.
@@ -252,7 +253,7 @@ def size_grid(name: str, budget: str = "standard") -> list[dict[str, Setting]]:
 
 
 def suite(name: str = "standard") -> list[tuple[str, dict[str, Setting]]]:
-    """List the programs of a suite as pairs of family and settings.
+    """Programs of a suite as pairs of family and settings.
 
     Args:
         name: "quick", "standard" or "full" (see ``size_grid``).
@@ -264,7 +265,7 @@ def suite(name: str = "standard") -> list[tuple[str, dict[str, Setting]]]:
 
 
 def describe() -> str:
-    """Describe the families and their parameters as a Markdown document."""
+    """Markdown table of the families and their parameters."""
     lines = ["| family | what it is | parameters (default) |", "|---|---|---|"]
     common = "`batch`, `mode`, `dtype`, `optimizer`, `data_parallel`"
     for item in own_families().values():
@@ -280,7 +281,7 @@ def describe() -> str:
 
 
 def _module(chosen: Family) -> Any:
-    """Import the module that makes a family's model."""
+    """Import the module that creates a family's model."""
     if chosen.name in own_families():
         return import_module(f".families.{chosen.module}", __package__)
     return plugins.load(plugins.found(GROUP)[chosen.name])
@@ -298,7 +299,7 @@ def _checked(chosen: Family, settings: Mapping[str, Setting]) -> dict[str, Setti
 
 
 def _own_name(chosen: Family, key: str) -> str:
-    """What a family calls a parameter that ``opcast simulate`` has under another name."""
+    """A family's name for a parameter that ``opcast simulate`` may call differently."""
     other = ALIASES.get(key, key)
     return key if key in chosen.defaults or other not in chosen.defaults else other
 
@@ -321,7 +322,7 @@ def _value(chosen: Family, key: str, value: Setting) -> Setting:
     if allowed is not None and converted not in allowed:
         listed = ", ".join(_text(choice) for choice in allowed)
         raise OpcastError(f"{value!r} is not allowed", where=where, hint="allowed: " + listed)
-    # Counts start at 1 and fit int32, which indices in programs are; shares may be 0.
+    # Counts start at 1 and fit int32, the type of indices in programs; shares may be 0.
     if isinstance(converted, int | float) and not isinstance(converted, bool):
         least = 0 if isinstance(default, float) else 1
         if not least <= converted < 2**31:

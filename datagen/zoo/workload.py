@@ -27,14 +27,14 @@ class Workload:
     """A program of the zoo with fixed sizes; nothing is allocated until ``arguments`` is called.
 
     Attributes:
-        name: Family, telling settings and mode, such as "resnet-depth=50-batch=8-train".
+        name: Family, distinguishing settings and mode, such as "resnet-depth=50-batch=8-train".
         family: Name of its family.
         settings: Every parameter of the family with its value.
         function: The Python callable.
         abstract_args: Its positional arguments as pytrees of ShapeDtypeStruct.
         donate_argnums: Arguments whose buffers the program may overwrite.
         n_params: Number of trained parameters.
-        draws: How to make each argument, in flattening order.
+        draws: Generators of the arguments, in flattening order.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Workload:
         """Lower to StableHLO.
 
         Args:
-            platform: "cpu", "cuda", "tpu" …; None for the one that JAX sees.
+            platform: "cpu", "cuda", "tpu" …; None for JAX's default backend.
         """
         platforms = None if platform is None else (platform,)
         if platforms is None and self.settings["data_parallel"] != 1:
@@ -70,7 +70,7 @@ class Workload:
         return lowered
 
     def mlir(self, debug_info: bool = True, platform: str | None = None) -> str:
-        """Return StableHLO text, by default with the source location of every op."""
+        """StableHLO text, by default with the source location of every op."""
         return self.lower(platform).as_text(debug_info=debug_info)
 
     def arguments(self, seed: int = 0) -> list[np.ndarray]:
@@ -87,7 +87,7 @@ class Workload:
         return [draw(rng) for draw in self.draws]
 
     def unflatten(self, flat: Sequence[object]) -> tuple[PyTree, ...]:
-        """Positional arguments of ``function`` from a flat list, such as ``arguments`` gives."""
+        """Positional arguments of ``function`` from a flat list, such as ``arguments`` returns."""
         import jax
 
         tree = jax.tree.structure(self.abstract_args)
@@ -95,7 +95,7 @@ class Workload:
         return args
 
     def serialize(self, format: str, platform: str | None = None) -> bytes:
-        """Return the program as bytes of the given format (see ``registry.export``)."""
+        """The program as bytes of the given format (see ``registry.export``)."""
         if format == "text":
             return self.mlir(platform=platform).encode()
         if format == "bytecode":

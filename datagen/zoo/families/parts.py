@@ -1,4 +1,4 @@
-"""Parts of every family: a model with its inputs and loss, precision, initial values."""
+"""Common parts of families: a model with its inputs and loss, precision, initial values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Input:
     Attributes:
         shape: Shape over all devices.
         dtype: JAX dtype.
-        high: Values are integers in ``[0, high)`` (of any dtype); None means standard normal.
+        high: Values are integers in ``[0, high)`` (of any dtype); None for standard normal ones.
         split: Whether data parallelism splits axis 0 over the devices.
     """
 
@@ -63,10 +63,10 @@ class Model:
     Attributes:
         module: Called as ``module(*inputs, train=...)``.
         inputs: Arguments of the module in order; an entry may be a pytree of ``Input``.
-        targets: Further arguments that only the loss sees.
-        loss: What training minimises; None if the family cannot be trained.
+        targets: Further arguments that only the loss uses.
+        loss: Training objective; None if the family cannot be trained.
         state: Name of an input that the module returns updated beside its output (a cache); it is
-            an argument of its own, and donated.
+            a separate, donated argument.
         dropout: Whether the module draws from a "dropout" stream in training.
         clip_norm: Global norm to which gradients are clipped, or None.
         weight_decay: Decoupled weight decay of adam.
@@ -150,7 +150,7 @@ def precision(settings: Settings) -> Precision:
 
 
 def filled(module: type[nn.Module], s: Settings, **others: Any) -> nn.Module:
-    """Make a module of the settings that its fields name, ``others``, and the precision ``p``."""
+    """Create a module from settings named like its fields, ``others``, and the precision ``p``."""
     known = {own.name: s[own.name] for own in fields(module) if own.name in s}
     return module(**known, **others, p=precision(s))
 
@@ -193,7 +193,7 @@ def language_model(
 
 
 def require(ok: bool, what: str, hint: str) -> None:
-    """Raise OpcastError unless ``ok``: settings that do not fit one another."""
+    """Raise OpcastError unless ``ok``: settings do not match."""
     if not ok:
         raise OpcastError(what, hint=hint)
 
@@ -210,8 +210,8 @@ def check_heads(dim: int, heads: int) -> None:
 def parameter(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Initial value of a parameter or running statistic, by its name.
 
-    Kernels are normal with variance 1 / fan-in; names under ``stacked`` carry leading axes of
-    independent copies (experts, scanned layers), which do not count for the fan-in.
+    Kernels are normal with variance 1 / fan-in; names under ``stacked`` have leading axes of
+    independent copies (experts, scanned layers), which do not count towards the fan-in.
 
     Args:
         path: Names from the root to the leaf, joined by "/".
@@ -233,7 +233,7 @@ def parameter(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np
     if leaf == "dt_bias":
         return np.full(shape, -4.6, np.float32)  # softplus(-4.6) = 0.01
     values = rng.standard_normal(shape, dtype=np.float32)
-    # The deviation of BERT and GPT-2.
+    # The standard deviation of BERT and GPT-2.
     if leaf in ("embedding", "position", "token"):
         return values * np.float32(0.02)
     own = shape[-2:] if "stacked" in path else shape
