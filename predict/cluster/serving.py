@@ -1,4 +1,4 @@
-"""Serve a decoder under a load: latencies of requests, throughput, memory, with 90 % intervals."""
+"""Predict latency, throughput and memory of LLM serving under a load, with 90 % intervals."""
 
 from __future__ import annotations
 
@@ -44,23 +44,24 @@ from .serving_load import context_note, draw, load_of, tail_note
 from .serving_prediction import ServingPrediction
 from .serving_run import Simulated, run_load
 
-#: Share of what they serve at most up to which engines count as keeping up: queues at it have a
-#: length that does not grow with the run. Engineering choice.
-KEPT = 0.9
-#: Deviation of outputs over their mean up to which requests of a closed loop stay in step: at 3 %,
-#: 16 and 64 requests of Llama 3.1 70B wait 1.1 and 1.2 times as long as at 12 %, at 0 % four times.
-IN_STEP = 0.03
-#: Chance from which something is within the 90 % interval: 5 % lie beyond each of its ends.
+#: Utilization (offered rate over maximum throughput) up to which an engine is considered stable:
+#: its queues do not grow with the length of the run. Engineering choice.
+STABLE = 0.9
+#: Coefficient of variation of output lengths up to which the requests of a closed loop stay in
+#: lock-step: at 3 %, 16 and 64 requests of Llama 3.1 70B wait 1.1 and 1.2 times as long as at 12 %,
+#: at 0 % four times as long.
+LOCK_STEP = 0.03
+#: Probability from which an event lies inside the 90 % interval: 5 % lie beyond each bound.
 LIKELY = 0.05
 
 
 class ServingPredictor:
-    """Predicts deployments; those that differ in their load alone share tables of costs.
+    """Predicts deployments; deployments that differ only in their load share cost tables.
 
     Args:
-        operators: Model of library operators; ``None`` for rooflines.
-        model: What measured serving taught; by default the model that ships.
-        tables: Tables of costs that are kept.
+        operators: Latency model of library operators; ``None`` for rooflines.
+        model: Model fitted to measured serving runs; by default the one that ships.
+        tables: Number of cost tables to keep.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class ServingPredictor:
         self.model = model or ServingModel.find()
 
     def own(self, deployment: Deployment) -> Deployment:
-        """A deployment with what was measured of one's own stack, if anything."""
+        """Return the deployment calibrated to the user's own stack, if that was measured."""
         source, memory = self.model.own_stack(deployment.device, deployment.source)
         options = deployment.options
         options = replace(options, memory=options.memory or memory)
         return replace(deployment, source=source, options=options)
 
     def context(self, deployment: Deployment) -> dict[str, str]:
-        """Levels of a deployment that effects are learned on."""
+        """Return the levels of a deployment in the random effects of the serving model."""
         return levels(self.own(deployment), self.model)
 
     def simulate(
@@ -91,18 +92,18 @@ class ServingPredictor:
         *,
         record: bool = False,
     ) -> Simulated:
-        """Serve a load by engines whose passes have the learned costs.
+        """Simulate a load on engines whose passes have the learned costs.
 
         Args:
-            deployment: What serves it.
+            deployment: Engines that serve the load.
             spec: The load.
-            load: Requests of ``spec``, where they were drawn already.
-            record: Whether to keep histories of the engines; without, there are no times between
-                tokens, and those of requests stand for them.
+            load: Requests of ``spec``, if they were drawn already.
+            record: Whether to keep the engines' histories. Without them there are no inter-token
+                latencies, and each request's mean time per token is used instead.
 
         Raises:
-            PlanError: The deployment does not fit into memory, or a request into its cache; the
-                load lacks what the router looks at.
+            PlanError: The deployment does not fit into memory, a request does not fit into the KV
+                cache, or the load lacks the data that the router needs.
         """
         load = load_of(deployment, load or draw(spec))
         asked, deployment = deployment, self.own(deployment)
@@ -127,26 +128,26 @@ class ServingPredictor:
         load: Load | None = None,
         record: bool = True,
     ) -> ServingPrediction:
-        """Serve a load, with 90 % intervals.
+        """Simulate a load and return all figures with 90 % intervals.
 
         Args:
-            deployment: What serves it.
+            deployment: Engines that serve the load.
             spec: The load.
-            slo: What requests have to keep.
-            load: As of :meth:`simulate`.
-            record: As of :meth:`simulate`.
+            slo: Latency limits that requests have to meet.
+            load: See :meth:`simulate`.
+            record: See :meth:`simulate`.
 
         Raises:
-            PlanError: As of :meth:`simulate`.
+            PlanError: See :meth:`simulate`.
         """
         return self.judge(self.simulate(deployment, spec, load, record=record), slo)
 
     def judge(self, found: Simulated, slo: Slo = FREE) -> ServingPrediction:
-        """The 90 % intervals of what was simulated.
+        """Add 90 % intervals to a simulated run.
 
         Args:
-            found: From :meth:`simulate`.
-            slo: What requests have to keep.
+            found: Result of :meth:`simulate`.
+            slo: Latency limits that requests have to meet.
         """
         deployment, spec = found.asked, found.spec
         load, run, seen, queued = found.load, found.run, found.seen, found.queued
@@ -155,13 +156,13 @@ class ServingPredictor:
         if found.room < inf:
             ends, spans, overload = self._open(found)
             share, moved = 1.0 / found.room, 1.0 / found.link_room
-            full = f"{share:.0%} of what they serve at most is offered" if share > KEPT else ""
-            if moved > max(share, KEPT):
-                full = f"{moved:.0%} of what the links between them move at most is offered"
+            full = f"the load is {share:.0%} of their maximum throughput" if share > STABLE else ""
+            if moved > max(share, STABLE):
+                full = f"the load is {moved:.0%} of what the links between them can transfer"
         else:
             ends, spans = self._tied(found, tier, queued)
             waits = (typical_wait(load, run) if load.concurrency else queued) > SATURATED
-            full = "times to the first token are mostly waiting" if waits else ""
+            full = "most of the time to the first token is spent waiting" if waits else ""
         figures = {}
         for metric in METRICS:
             for level in ("mean", "std", *LEVELS):
@@ -175,7 +176,7 @@ class ServingPredictor:
         )
         good = [each.good(slo) for each in (seen, *ends)]
         if overload > LIKELY and min(slo.ttft, slo.e2e) < inf:
-            # The longer the load lasts, the fewer of its requests are in time.
+            # Under overload the share of requests that meet the SLO falls towards 0 over time.
             good.append(0.0)
         memory = engine_memory(found.deployment, deployment.engine)
         cache = found.stations[0].cache
@@ -211,13 +212,13 @@ class ServingPredictor:
         )
 
     def _spreads(self, found: Simulated) -> dict[str, float]:
-        """Deviations of the logarithms of what is predicted."""
+        """Return the standard deviation of the logarithm of each predicted metric."""
         spread = self.model.effects.spread
         metrics = (*MODEL_METRICS, REQUEST_TIME)
         return {metric: spread(found.context, metric, found.shares(metric)) for metric in metrics}
 
     def factors(self, found: Simulated) -> dict[str, tuple[float, float]]:
-        """Ends of the 90 % intervals of times of an open load, as factors on the estimates."""
+        """Return 90 % interval bounds of the metrics of an open load, as factors on estimates."""
         tier, spreads = self.model.tier(found.context), self._spreads(found)
         return {
             metric: self.model.interval(metric, tier, found.queued, found.context, spreads[metric])
@@ -225,34 +226,35 @@ class ServingPredictor:
         }
 
     def _open(self, found: Simulated) -> tuple[list[Served], list[float], float]:
-        """Latencies of an open load at both ends, how long its run takes, and overload's chance.
+        """Return latencies at both bounds, run times in seconds and the probability of overload.
 
-        Faster engines do not make more requests arrive, and slower ones let queues grow: those that
-        are too slow for the load without end, so that the upper ends are of engines that keep up.
+        The load is open: faster engines do not bring more requests, and slower engines let queues
+        grow. Queues of overloaded engines grow without limit, so the upper bounds are simulated
+        with engines that are just stable.
 
         Args:
-            found: The estimate.
+            found: Simulation at the estimated costs.
         """
         load, run, room = found.load, found.run, found.room
         factors = self.factors(found)
         fast, slow = factors["per_token"]
         ends, spans = [], [run.makespan]
-        for side, slower in enumerate((fast, min(slow, max(1.0, KEPT * room)))):
+        for side, slower in enumerate((fast, min(slow, max(1.0, STABLE * room)))):
             other = found.again(slower)
             times = factors["ttft"][side], factors["tpot"][side]
             own = served(load, run, found.first * times[0], times[1], found.floor)
-            # Other queues may leave other prompts in the caches.
+            # Different queues may leave different prompts in the prefix caches.
             least = request_floors(found.deployment, load, other.found)
             ends.append(wider(own, served(load, other, found.first, floor=least), side))
             spans.append(other.makespan)
-        # Engines that do not keep up need as long as they take for all requests.
+        # The run time of overloaded engines follows from their throughput, not from the arrivals.
         spans.append(max(spans[2], slow / room * float(load.arrivals.max())))
-        # A link is as fast as it is, whatever the engines' kernels take.
+        # The interval describes kernels; an overloaded link is certain whatever they take.
         overload = 1.0 - Interval(1.0, fast, slow).chance_below(room)
         return ends, spans, 1.0 if found.link_room < 1.0 else overload
 
     def _tied(self, found: Simulated, tier: str, queued: float) -> tuple[list[Served], list[float]]:
-        """Latencies at both ends, and how long the run takes: estimate and ends."""
+        """Return latencies at both bounds, and run times in seconds: estimate, lower, upper."""
         first, whole = (found.seen.figure(metric, "mean") for metric in ("ttft", "e2e"))
         known = self.model.tied_intervals(
             tier,
@@ -274,20 +276,20 @@ def _notes(
     full: str,
     learned: ServingEffects,
 ) -> tuple[str, ...]:
-    """What lies outside of what was measured.
+    """Return notes on what lies outside the measured runs.
 
     Args:
-        found: What was simulated.
-        tier: What is known of it.
+        found: The simulated run.
+        tier: How closely measured runs resemble this one (``ServingModel.tier``).
         full: Why the engines are saturated; empty if they are not.
-        learned: Effects of engines and of handing over among them.
+        learned: Random effects of the serving model.
     """
     own, load = found.deployment, found.load
     known = {
-        "new": "no run on chips of this generation was measured; intervals are those of "
-        "generations that were left out",
-        "vendor": "no run on chips of this vendor was measured: operators are rooflines at the "
-        "shares that its tuned kernels reach, and intervals a guess",
+        "new": "no run on chips of this generation was measured; intervals come from predicting "
+        "held-out generations",
+        "vendor": "no run on chips of this vendor was measured: operator times are rooflines at "
+        "the efficiency of its tuned kernels, and intervals are guesses",
     }
     notes = [known[tier]] if tier in known else []
     if not learned.knows("engine", found.context.get("engine", "")):
@@ -295,18 +297,18 @@ def _notes(
             "no run of this framework was measured on any chip; its host time is an average"
         )
     if own.prefill is not None:
-        said = "few runs of engines with prompts on workers of their own were measured"
+        said = "few runs with separate prefill workers were measured"
         named = f"request/handover/{own.framework}|"
         measured = any(key.startswith(named) for key in learned.values)
-        said += "" if measured else ", none of them under this framework"
+        said += "" if measured else ", none of them with this framework"
         for name, rules in frameworks().items():
             if rules.handover and rules.launch and (name == own.framework or not measured):
                 said += f"; {rules.launch.name} {rules.handover}"
-        notes.append(f"{said}: on other machines predictions err by factors")
+        notes.append(f"{said}: on other machines predictions can be wrong by a factor of several")
     spec, model = own.spec, own.model
     formats = {model.weights, model.attention_format, model.expert_weights}
     notes += [
-        f"{spec.name} has no units for {name}: products widen the weights and run in 16 bits"
+        f"{spec.name} has no {name} units: matrix products convert the weights and run in 16 bits"
         for name in sorted(formats)
         if weight_only(name, spec)
     ]
@@ -314,11 +316,11 @@ def _notes(
     if full:
         notes.append(f"the engines are saturated: {full}")
     mean = float(load.outputs.mean())
-    if 1 < load.concurrency < len(load.outputs) and load.outputs.std() <= IN_STEP * mean:
+    if 1 < load.concurrency < len(load.outputs) and load.outputs.std() <= LOCK_STEP * mean:
         notes.append(
-            "requests of a closed loop whose outputs are of (nearly) equal lengths end and begin "
-            "together here, whatever their prompts, where those of real clients drift apart: times "
-            "to the first token come out too long. Give the outputs a distribution, such "
-            f"as --output uniform:{round(0.8 * mean)}:{round(1.2 * mean)}"
+            "requests of a closed loop with (nearly) equal output lengths start and end together "
+            "in the simulation, while those of real clients drift apart, so the predicted time to "
+            "the first token is too long. Give the outputs a distribution, for example "
+            f"--output uniform:{round(0.8 * mean)}:{round(1.2 * mean)}"
         )
     return tuple(notes)

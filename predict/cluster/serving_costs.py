@@ -1,7 +1,7 @@
-"""Costs of a served decoder's passes by class, from tables that are filled once.
+"""Costs of a served decoder's forward passes by cost class, from precomputed tables.
 
-Operators are asked for on a grid of sizes and interpolated along logarithms, which is exact for
-powers of a size; a simulation of any number of requests then looks up dense tables.
+Operators are priced on a grid of sizes and interpolated in log-log space, which is exact for power
+laws; simulations of any number of requests then look up dense tables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ...simulate.step.plan import Group
 from ..operator.serving_operators import ServingLatency
 from .network import ClusterNetwork
 
-#: Classes of products by what bounds them: reading weights, arithmetic.
+#: Cost classes of matrix products by bottleneck: weight traffic, arithmetic.
 _SPLIT = {
     "linear": ("stream", "product"),
     "bmm": ("stream", "product"),
@@ -47,29 +47,29 @@ _SPLIT = {
 }
 _AT = {name: place for place, name in enumerate(CLASSES)}
 _EXPERTS = [_AT[name] for name in _SPLIT["moe"]]
-#: Classes of what the host does for a pass.
+#: Classes of host work for a pass.
 _HOST = [_AT[name] for name in ("host", "sequence")]
 #: Classes of kernels that keep the device's cores busy.
 _KERNELS = [_AT[n] for n in (*_SPLIT["linear"], *_SPLIT["moe"], "prefill", "decode", "memory")]
-#: Classes of all that the host launches.
+#: Classes of everything that the host launches.
 _LAUNCHED = [*_KERNELS, _AT["network"]]
-#: The same as sums over classes.
+#: 0/1 masks of these classes: a dot product with a mask is the sum over them.
 _OF_HOST, _OF_DEVICE = (np.isin(np.arange(len(CLASSES)), own) * 1.0 for own in (_HOST, _LAUNCHED))
 #: Grid points per octave of tokens and sequences, and of lengths.
 _POINTS, _LENGTH_POINTS = 2, 1
-#: Power of the pairs of a chunk with which its attention grows over a quarter of an octave; between
-#: that of a launch (0) and of arithmetic (1). Engineering estimate.
+#: Exponent of prefill attention time in the number of query-key pairs, used within a quarter of an
+#: octave; between launch-bound (0) and compute-bound (1). Engineering estimate.
 ATTENTION_GROWTH = 0.75
-#: Numbers of chunks that attention of prompts is asked for.
+#: Numbers of chunks in a pass for which prefill attention is priced.
 _CHUNKS = (1, 4, 16, 64)
-#: Fixed seconds of a custom all-reduce inside a box, each further rank, and the share of the links
-#: that its two passes use: the graph-captured ones of TensorRT-LLM, SGLang and vLLM on H100 and
-#: H200 (published-tensor-core pack, collectives_tc: 8 KiB to 32 MiB, 2 to 8 ranks). From 64 MiB on
-#: engines take as long there as NCCL: of 8 ranks 0.6 times what two passes would.
+#: Custom all-reduce inside a node: base latency (s), latency per rank (s), and the fraction of the
+#: link bandwidth that its two passes reach. Fitted to the graph-captured kernels of TensorRT-LLM,
+#: SGLang and vLLM on H100 and H200 (published-tensor-core pack, collectives_tc: 8 KiB to 32 MiB, 2
+#: to 8 ranks). From 64 MiB on these take as long as NCCL: with 8 ranks 0.6 times two passes.
 _REDUCE_S, _REDUCE_RANK_S, _REDUCE_SHARE = 4e-6, 0.2e-6, 0.6
 
 
-#: Chunks of prompts in a pass: how many, tokens of each, tokens before.
+#: Prompt chunks of a pass: number of chunks, tokens per chunk, tokens of the prompt before it.
 _Chunks = tuple[int, int, int]
 
 
@@ -78,12 +78,12 @@ class Decoding:
     """How an engine decodes.
 
     Attributes:
-        width: Tokens of a sequence in a pass: more than one where drafts are verified.
-        accepted: Tokens that a pass yields.
-        eager: Whether the host launches every kernel, instead of replaying captured graphs.
-        draft: Costs of a pass of the model that drafts; ``None`` for drafts at no cost.
-        drafts: Passes of it.
-        ahead: Whether the host prepares a pass while the device runs the one before.
+        width: Tokens per sequence in a pass: more than 1 where draft tokens are verified.
+        accepted: Mean tokens generated per sequence and pass.
+        eager: Whether the host launches kernels one by one instead of replaying CUDA graphs.
+        draft: Costs of the draft model; ``None`` for drafts at no cost.
+        drafts: Passes of the draft model per step.
+        ahead: Whether the host prepares a pass while the device runs the previous one.
     """
 
     width: int = 1
@@ -95,21 +95,21 @@ class Decoding:
 
 
 class ServingCosts:
-    """Costs of one model on one engine.
+    """Costs of the passes of one model on one engine.
 
     Args:
-        model: What is served.
-        plan: Of the engine.
-        cluster: Devices and links; at least the engine's.
-        latency: Prices operators of the engine's framework on the device.
-        most_tokens: Most tokens of a pass, over all ranks.
-        most_batch: Most sequences of a pass, over all ranks.
-        longest: Most tokens of a sequence.
-        early: Whether the engine is one from before it was rewritten, whose all-reduces are the
-            library's (NCCL, RCCL) instead of ones that graphs capture.
-        skew: Of a wide engine, deviation of the logarithms of experts' loads.
-        overlap: Whether a wide engine runs a batch in two halves, the exchanges of one beside the
-            kernels of the other, where that is faster.
+        model: The served model.
+        plan: Parallel plan of the engine.
+        cluster: Devices and links; at least as many as the engine needs.
+        latency: Latency of operators of the engine's framework on the device.
+        most_tokens: Maximum tokens of a pass, over all ranks.
+        most_batch: Maximum sequences of a pass, over all ranks.
+        longest: Maximum tokens of a sequence.
+        early: Whether the engine predates its framework's rewrite and calls the library's
+            all-reduce (NCCL, RCCL) instead of a custom kernel captured in graphs.
+        skew: With wide expert parallelism: standard deviation of the logarithms of expert loads.
+        overlap: With wide expert parallelism: whether a batch may be split in two halves, with the
+            exchange of one overlapping the kernels of the other, where that is faster.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class ServingCosts:
         self.skew, self.overlap = skew, overlap and plan.wide
         self.cluster, self.network = cluster, ClusterNetwork(cluster)
         self._spec = read_device(cluster.device)
-        # Pipeline stages work on a share of the batch each, so that a pass takes all layers for
-        # that share; ranks with sequences of their own take theirs. A prompt is not shared out.
+        # Each pipeline stage works on its share of the batch, so a pass costs all layers at that
+        # share; data-parallel ranks hold their own sequences. A single prompt is not split.
         self.parts = plan.dp * plan.pp
         self.decoding = Decoding()
         self._weights = np.ones(len(CLASSES))
@@ -160,33 +160,33 @@ class ServingCosts:
         self._base[_AT["host"]] = 1.0
 
     def under(self, decoding: Decoding, weights: np.ndarray) -> ServingCosts:
-        """These costs with another way to decode, where classes have some weights."""
+        """Return a copy with another decoding method and weights of the cost classes."""
         other = copy(self)
         other.decoding, other._weights = decoding, weights
         return other
 
     def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
-        """Sum over ``steps`` passes; see :class:`~opcast.simulate.serving.load.PassCosts`."""
+        """Return the sum over ``steps`` passes; see ``PassCosts`` of ``simulate.serving``."""
         how = self.decoding
-        # Attention is linear in the cache: the middle pass stands for all.
+        # Attention is linear in the cached tokens, so the middle pass is the mean of all.
         length = cached / batch + how.accepted * (steps - 1) / 2.0 + 1.0
         attention = self._attend(batch, length)
         one = steps * self._decoding(batch * how.width, attention)
         if how.draft is not None:
             drafts = how.drafts * how.draft.decode(batch, cached, steps)
-            # The host schedules a step once: its drafts are a loop of captured graphs.
+            # The host schedules a step once; its drafts replay captured graphs in a loop.
             drafts[_HOST] = 0.0
             one += drafts
         return self._paced(one, steps * how.eager, ahead=how.ahead)
 
     def swap(self, tokens: float) -> np.ndarray:
-        """Moving a cache to the host; see :class:`~opcast.simulate.serving.load.PassCosts`."""
+        """Return the cost of moving a KV cache to the host; see ``PassCosts``."""
         cost = self._zero.copy()
         cost[_AT["memory"]] = tokens * self.model.token_bytes(self.plan) / self._spec.host_link
         return cost
 
     def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
-        """A pass with prompts; see :class:`~opcast.simulate.serving.load.PassCosts`."""
+        """Return the costs of a pass with prompt chunks; see ``PassCosts``."""
         decoding = batch * self.decoding.width
         total = decoding + sum(chunk.tokens for chunk in chunks)
         largest = max(chunk.tokens for chunk in chunks)
@@ -198,15 +198,15 @@ class ServingCosts:
         return self._paced(costs, 1)
 
     def _paced(self, costs: np.ndarray, launched: int, *, ahead: bool = False) -> np.ndarray:
-        """Costs of passes of which the host does its part while the device does its own.
+        """Return the costs of passes in which host and device work at the same time.
 
-        A pass takes the longer of both, which has all of the time.
+        A pass takes as long as the slower of the two, to which the whole time is attributed.
 
         Args:
-            costs: Of the passes.
-            launched: Passes whose kernels the host launches one by one; 0 where it replays graphs.
-            ahead: Whether it prepares a pass while the device runs the one before: in the thread
-                that launches.
+            costs: Costs of the passes; modified in place.
+            launched: Passes whose kernels the host launches one by one; 0 if it replays graphs.
+            ahead: Whether the host prepares a pass while the device runs the previous one, in the
+                thread that launches.
         """
         if not (launched or ahead):
             return costs
@@ -221,9 +221,9 @@ class ServingCosts:
         return costs
 
     def _decoding(self, tokens: int, attention: float) -> np.ndarray:
-        """Costs of a pass that decodes alone; those of a number of tokens are kept."""
+        """Return the costs of a decode-only pass, cached by the number of tokens."""
         if self.overlap:
-            # Whether halves of the batch are faster depends on the attention.
+            # Whether two halves are faster depends on the attention, so the result is not cached.
             return self._pass(tokens, tokens, decode=attention)
         if tokens not in self._decodings:
             self._decodings[tokens] = self._pass(tokens, tokens)
@@ -239,14 +239,14 @@ class ServingCosts:
         prefill: float = 0.0,
         decode: float = 0.0,
     ) -> np.ndarray:
-        """Costs of the stage and rank that take longest, one of them with the largest chunk.
+        """Return the costs of a pass on the slowest stage and rank, which has the largest chunk.
 
         Args:
-            tokens: Of all ranks.
-            sequences: Whose next token is asked for.
-            largest: Tokens of the largest chunk of a prompt; 0 without prompts.
-            prefill: Seconds of attention of prompts.
-            decode: Of decoding sequences.
+            tokens: Tokens of all ranks.
+            sequences: Sequences whose next token is sampled.
+            largest: Tokens of the largest prompt chunk; 0 without prompts.
+            prefill: Seconds of prefill attention.
+            decode: Seconds of decode attention.
         """
         share = -(-tokens // self.parts)
         heads = min(-(-sequences // self.parts), len(self._heads)) - 1
@@ -257,17 +257,17 @@ class ServingCosts:
         if self.overlap and share > 1:
             costs = self._overlapped(costs, rest, share, largest)
         costs[_AT["host"]] = 1.0
-        # Ranks with sequences of their own have a host of their own, which sees all stages'.
+        # Each data-parallel rank has its own host process, which handles all its stages.
         costs[_AT["sequence"]] = float(-(-sequences // self.plan.dp))
         return np.asarray(costs)
 
     def _layers_of(self, share: int, largest: int) -> np.ndarray:
-        """Costs of all layers but for attention, of ``share`` tokens a rank."""
+        """Return the costs of all layers without attention, at ``share`` tokens per rank."""
         most = max(share, largest)
         costs = self._row(most)
         costs[_AT["network"]] += self._dispatched[largest == 0][min(most, len(self._tokens)) - 1]
         if self.plan.dp > 1 and largest > share:
-            # Experts are spread over the ranks, whichever of them holds the chunk.
+            # The experts' work is spread over all ranks, whichever rank holds the chunk.
             spread = self._row(max(share, -(-largest // self.plan.dp)))
             costs[_EXPERTS] = spread[_EXPERTS]
         return costs
@@ -275,16 +275,17 @@ class ServingCosts:
     def _overlapped(
         self, whole: np.ndarray, rest: np.ndarray, share: int, largest: int
     ) -> np.ndarray:
-        """Costs of a pass as one batch or as two halves, whichever takes less.
+        """Return the costs of a pass as one batch or as two halves, whichever is faster.
 
-        Exchanges of each half hide behind kernels of the other (DeepSeek-V3, 2024, section 3.4.1),
-        which those of high throughput leave fewer cores; the network's cost is what stands out.
+        The exchange of each half overlaps with the kernels of the other (DeepSeek-V3, 2024, section
+        3.4.1). High-throughput exchange kernels occupy some of the cores; the network cost is the
+        exposed part of the exchange.
 
         Args:
             whole: Costs as one batch.
-            rest: Of them, what halves share.
+            rest: The part of ``whole`` that does not depend on the split.
             share: Tokens of a rank.
-            largest: Tokens of the largest chunk of a prompt; 0 without prompts.
+            largest: Tokens of the largest prompt chunk; 0 without prompts.
         """
         halves = rest + 2.0 * self._layers_of(-(-share // 2), -(-largest // 2))
         cores = self._spec.core_count or 0
@@ -298,7 +299,7 @@ class ServingCosts:
         return np.array(self._tokens[min(tokens, len(self._tokens)) - 1])
 
     def _attend(self, batch: int, length: float) -> float:
-        """Seconds of decoding attention, linear between lengths of the grid."""
+        """Return seconds of decode attention, interpolated linearly between grid lengths."""
         row = self._decode[min(-(-batch // self.parts), len(self._decode)) - 1]
         grid = self._lengths
         at = min(max(bisect_right(grid, length), 1), len(grid) - 1)
@@ -307,9 +308,9 @@ class ServingCosts:
         return float(row[at - 1] + share * (row[at] - row[at - 1]))
 
     def _prompt(self, count: int, chunk: Chunk) -> float:
-        """Seconds of attention of a chunk among ``count`` like it."""
+        """Return seconds of prefill attention of one of ``count`` chunks of equal size."""
         near = min(_CHUNKS, key=lambda n: max(n / count, count / n))
-        # Rounded to a quarter of an octave, and scaled from there by the pairs that are seen.
+        # Priced at sizes rounded to a quarter octave, then scaled by the number of pairs.
         tokens, past = _rounded(chunk.tokens), _rounded(chunk.past)
         key = (near, tokens, past)
         if key not in self._prefills:
@@ -319,7 +320,7 @@ class ServingCosts:
         return float(self._prefills[key] * scale)
 
     def _like(self, key: _Chunks) -> list[_Chunks]:
-        """Chunks that a load with this one has, too: a hundred are priced in the time of four."""
+        """Return chunks likely to occur in the same load: pricing 100 takes no longer than 4."""
         count, tokens, _ = key
         longest = self._lengths[-1]
         octave = floor(log2(tokens))
@@ -329,7 +330,7 @@ class ServingCosts:
         return sorted({key, *near} - self._prefills.keys())
 
     def _price(self, keys: Sequence[_Chunks]) -> None:
-        """Ask for attention of chunks."""
+        """Price the prefill attention of chunks and cache it."""
         ops = [prefill_ops(self.model, self.plan, *key) for key in keys]
         self.latency.prepare([op for own in ops for op, _ in own])
         for key, own in zip(keys, ops, strict=True):
@@ -353,10 +354,10 @@ class ServingCosts:
         return at
 
     def _exchange(self, kind: str, size: float, ranks: int) -> float:
-        """Seconds of a collective: the library's, or of an all-reduce by the engine's own kernel.
+        """Return seconds of a collective by the library or, for an all-reduce, a custom kernel.
 
-        Engines leave large ones to the library, for which switches add up on Hopper and after, and
-        all of more than two ranks that are joined by PCIe alone.
+        Engines use the library for large messages (in-switch reduction on Hopper and later) and for
+        more than two ranks connected only by PCIe.
         """
         seconds = self.network(kind, size, Group(ranks, 1)).seconds
         link = self._spec.link_bandwidth
@@ -364,7 +365,7 @@ class ServingCosts:
         if kind != "all_reduce" or not inside or not link:
             return seconds
         if self._spec.platform == "gpu":
-            # A cluster's file may say another bandwidth than the device's.
+            # A cluster file may override the device's link bandwidth.
             link = self.cluster.topology.group_dims(ranks)[0].bandwidth
         if ranks > 2 and link <= self._spec.host_link:
             return seconds
@@ -397,7 +398,7 @@ class ServingCosts:
 
 
 def _grid(least: int, most: int, points: int) -> list[int]:
-    """Whole numbers that grow by the ``points``-th root of two, ``most`` included."""
+    """Return integers that grow by the ``points``-th root of two, including ``most``."""
     count = ceil(np.log2(most / least) * points)
     return sorted({round(least * 2 ** (i / points)) for i in range(count + 1)} | {most})
 
@@ -407,10 +408,10 @@ def _rounded(size: int) -> int:
 
 
 def _dense(grid: Sequence[int], at: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Values at every whole number up to the last of a grid, along logarithms.
+    """Interpolate values at every integer up to the last grid point, in log-log space.
 
     Returns:
-        Shape ``(last, …)``; row ``i`` is of ``i + 1``.
+        Shape ``(last, …)``; row ``i`` holds the values at ``i + 1``.
     """
     known = np.stack([np.asarray(at(n), float) for n in grid])
     where = np.arange(1, grid[-1] + 1)

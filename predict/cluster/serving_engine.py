@@ -1,4 +1,4 @@
-"""Engines of a deployment as the simulator takes them: costs, memory, rules, learned levels."""
+"""Simulator inputs for the engines of a deployment: costs, memory, policies and effect levels."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from .deployment import Deployment, Workers
 from .serving_case import EngineOptions
 from .serving_costs import Decoding, ServingCosts
 
-#: Tables of costs that are kept where each load is simulated once: one takes a megabyte.
+#: Cost tables kept by default; a table takes about 1 MB.
 MOST_TABLES = 64
-#: Times of a request before the engine of which an answer by workers of two kinds takes so many: it
-#: passes a router, both servers and the set-up of the transfer. Published runs of 3 to 16 requests
-#: in flight on GB200 leave 90 (TensorRT-LLM) to 200 ms (vLLM, SGLang) beside the prompt's pass;
-#: effects of the cluster correct it.
+#: Factor on the request overhead with separate prefill workers, where a request passes a router,
+#: both servers and the transfer set-up. Published runs of 3 to 16 requests in flight on GB200 leave
+#: 90 ms (TensorRT-LLM) to 200 ms (vLLM, SGLang) besides the prefill pass; the random effect of the
+#: cluster corrects it.
 HANDOVER = 5.0
-#: Fixed seconds of moving a cache between workers, and the share of the links that it gets;
-#: engineering estimates.
+#: Latency (s) of a KV cache transfer between workers, and the fraction of the link bandwidth that
+#: it reaches; engineering estimates.
 _TRANSFER_S, _TRANSFER_SHARE = 1e-3, 0.8
 
 
 class Engines:
-    """Makes engines; those that differ in their load alone share tables of costs.
+    """Builds engines; engines that differ only in their load share cost tables.
 
     Args:
-        operators: Model of library operators; ``None`` for rooflines.
-        tables: Tables of costs that are kept; filling one takes twenty times as long as simulating.
+        operators: Latency model of library operators; ``None`` for rooflines.
+        tables: Number of cost tables to keep; filling one takes 20 times as long as a simulation.
     """
 
     def __init__(self, operators: OpModel | None, tables: int = MOST_TABLES) -> None:
@@ -57,51 +57,59 @@ class Engines:
         self._latency: dict[tuple[str, str], ServingLatency] = {}
         self._costs: OrderedDict[tuple[object, ...], ServingCosts] = OrderedDict()
 
-    def stations(self, own: Deployment, load: Load, weights: np.ndarray) -> list[Station]:
-        """Engines that decode and, where prompts have workers of their own, those.
+    def stations(self, deployment: Deployment, load: Load, weights: np.ndarray) -> list[Station]:
+        """Return the engines that decode, followed by the prefill workers, if any.
 
         Args:
-            own: What serves.
+            deployment: The deployment.
             load: The requests.
-            weights: Seconds of a unit of each class and of a request, shape ``(classes + 1,)``.
+            weights: Seconds per unit of each cost class and per request, shape ``(classes + 1,)``.
 
         Raises:
             PlanError: The weights of the model, or a request, do not fit.
         """
-        return [self._station(own, w, load, weights) for w in (own.engine, own.prefill) if w]
+        return [
+            self._station(deployment, w, load, weights)
+            for w in (deployment.engine, deployment.prefill)
+            if w
+        ]
 
     def _station(
-        self, own: Deployment, workers: Workers, load: Load, weights: np.ndarray
+        self, deployment: Deployment, workers: Workers, load: Load, weights: np.ndarray
     ) -> Station:
-        cache = engine_cache(own, workers)
+        cache = engine_cache(deployment, workers)
         longest = int((load.prompts + load.outputs).max())
         if cache.share_of(longest) > 1.0:
             raise PlanError(
-                f"the cache of an engine holds {cache.tokens} tokens, a request needs {longest}",
+                f"the KV cache of an engine holds {cache.tokens} tokens, a request needs {longest}",
                 hint="more devices, or a narrower format",
             )
-        policy = engine_policy(own, workers, float(load.prompts.mean()))
+        policy = engine_policy(deployment, workers, float(load.prompts.mean()))
         policy = replace(policy, block=max(policy.block, cache.block))
-        width = own.options.drafts + 1
+        width = deployment.options.drafts + 1
         batch = min(policy.max_batch, load.largest_batch)
-        costs = self._table(own, own.model, workers.plan, policy, batch * width, longest)
-        small, draft = own.draft, None
+        costs = self._table(
+            deployment, deployment.model, workers.plan, policy, batch * width, longest
+        )
+        small, draft = deployment.draft, None
         if small is not None:
-            draft = self._table(own, small, workers.plan.of(small), policy, batch, longest)
+            draft = self._table(deployment, small, workers.plan.of(small), policy, batch, longest)
         how = Decoding(
             width,
-            own.options.accepted,
-            own.options.eager,
+            deployment.options.accepted,
+            deployment.options.eager,
             draft,
-            own.options.drafts,
+            deployment.options.drafts,
             policy.ahead,
         )
         costs = costs.under(how, weights[:-1])
-        return Station(costs, weights[:-1], cache, policy, workers.count, own.options.accepted)
+        return Station(
+            costs, weights[:-1], cache, policy, workers.count, deployment.options.accepted
+        )
 
     def _table(
         self,
-        own: Deployment,
+        deployment: Deployment,
         model: ServedModel,
         plan: EnginePlan,
         policy: Policy,
@@ -109,19 +117,21 @@ class Engines:
         longest: int,
     ) -> ServingCosts:
         tokens = policy.token_budget if policy.chunked else max(policy.token_budget, longest)
-        # Powers of two, so that loads of one configuration share tables.
+        # Powers of two, so that similar loads of a deployment share tables.
         sizes = tuple(2 ** ceil(np.log2(max(n, 2))) for n in (tokens, batch, longest))
-        early = engine_era(own.framework, own.version) == "early"
-        skew, overlap = own.options.expert_skew, own.options.overlap is not False
-        key = (model, plan, own.links, own.framework, early, skew, overlap, *sizes)
+        early = engine_era(deployment.framework, deployment.version) == "early"
+        skew, overlap = deployment.options.expert_skew, deployment.options.overlap is not False
+        key = (model, plan, deployment.links, deployment.framework, early, skew, overlap, *sizes)
         if key not in self._costs:
-            at = (own.device, own.framework)
+            at = (deployment.device, deployment.framework)
             if at not in self._latency:
-                self._latency[at] = ServingLatency(own.spec, self.operators, own.framework)
+                self._latency[at] = ServingLatency(
+                    deployment.spec, self.operators, deployment.framework
+                )
             self._costs[key] = ServingCosts(
                 model,
                 plan,
-                own.links,
+                deployment.links,
                 self._latency[at],
                 *sizes,
                 early=early,
@@ -134,189 +144,204 @@ class Engines:
         return self._costs[key]
 
 
-def request_delay(own: Deployment, *, served: bool, weights: np.ndarray) -> float:
-    """Seconds between sending a request and an engine's queue.
+def request_delay(deployment: Deployment, *, served: bool, weights: np.ndarray) -> float:
+    """Return the seconds from sending a request until it enters an engine's queue.
 
     Args:
-        own: What serves.
-        served: Whether requests pass a server; benchmarks of an engine alone hand it its requests.
-        weights: Of the classes and of a request.
+        deployment: The deployment.
+        served: Whether requests pass an HTTP server; offline benchmarks call the engine directly.
+        weights: Seconds per unit of each cost class and per request.
     """
-    return float(weights[-1]) * (HANDOVER if own.prefill is not None else 1.0) if served else 0.0
-
-
-def request_floors(own: Deployment, load: Load, found: np.ndarray) -> Floors:
-    """Least times of requests on the devices, at the rates of their data sheets.
-
-    Args:
-        own: What serves.
-        load: The requests.
-        found: Tokens of each prompt that a cache has already.
-    """
-    plan, first = own.engine.plan, (own.prefill or own.engine).plan
-    spec = read_device(own.device)
-    return floors(
-        own.model, spec, plan, first, load.prompts, load.outputs, found, own.options.accepted
+    return (
+        float(weights[-1]) * (HANDOVER if deployment.prefill is not None else 1.0)
+        if served
+        else 0.0
     )
 
 
-def cache_transfer(own: Deployment) -> Callable[[int], float]:
-    """Seconds that the cache of a prompt takes from workers that run prompts to the others.
+def request_floors(deployment: Deployment, load: Load, found: np.ndarray) -> Floors:
+    """Return lower limits of request times, at the peak rates of the devices' data sheets.
 
-    Ranks send their shares at the same time, over the links of a box where all workers stand in
-    one, else over its network (RDMA).
+    Args:
+        deployment: The deployment.
+        load: The requests.
+        found: Tokens of each prompt that are in a prefix cache already.
     """
-    if own.prefill is None:
+    plan, first = deployment.engine.plan, (deployment.prefill or deployment.engine).plan
+    spec = read_device(deployment.device)
+    return floors(
+        deployment.model,
+        spec,
+        plan,
+        first,
+        load.prompts,
+        load.outputs,
+        found,
+        deployment.options.accepted,
+    )
+
+
+def cache_transfer(deployment: Deployment) -> Callable[[int], float]:
+    """Return a function from prompt tokens to seconds of moving their KV cache to a decode engine.
+
+    Ranks send their shares at the same time: over the links inside a node if all workers fit into
+    one node, else over the network (RDMA).
+    """
+    if deployment.prefill is None:
         return lambda tokens: 0.0
-    spec = own.spec
-    if own.devices <= spec.devices_per_node:
+    spec = deployment.spec
+    if deployment.devices <= spec.devices_per_node:
         link = spec.link_bandwidth or spec.host_link
     else:
         link = spec.inter_node_bandwidth or NETWORK_BANDWIDTH
-    ranks = min(own.prefill.plan.tp, own.engine.plan.tp)
-    speed = own.options.transfer or link * ranks * _TRANSFER_SHARE
-    one, state = own.model.token_bytes(EnginePlan()), own.model.state_bytes(EnginePlan())
+    ranks = min(deployment.prefill.plan.tp, deployment.engine.plan.tp)
+    speed = deployment.options.transfer or link * ranks * _TRANSFER_SHARE
+    one, state = (
+        deployment.model.token_bytes(EnginePlan()),
+        deployment.model.state_bytes(EnginePlan()),
+    )
     return lambda tokens: _TRANSFER_S + (state + tokens * one) / speed
 
 
-def engine_memory(own: Deployment, workers: Workers) -> MemoryParts:
-    """How the memory of one device of an engine is taken.
+def engine_memory(deployment: Deployment, workers: Workers) -> MemoryParts:
+    """Return how the memory of one device of an engine is used.
 
     Raises:
-        PlanError: The memory of the device is not known.
+        PlanError: The memory size of the device is unknown.
     """
-    capacity = own.spec.usable_bytes
+    capacity = deployment.spec.usable_bytes
     if not capacity:
         raise PlanError(
-            "the memory of the device is not known, so neither is its cache",
-            where=own.device,
+            "the memory size of the device is unknown, and so is the size of its KV cache",
+            where=deployment.device,
             hint="add memory_bytes to the device's file",
         )
-    told, rules = own.options.memory, framework_defaults(own.framework)
+    told, rules = deployment.options.memory, framework_defaults(deployment.framework)
     return memory_parts(
         capacity,
-        own.model,
+        deployment.model,
         workers.plan,
         told or rules.memory,
         of=rules.memory_of,
         chosen=told > 0.0,
-        draft=own.draft,
+        draft=deployment.draft,
     )
 
 
-def engine_cache(own: Deployment, workers: Workers) -> CacheLayout:
-    """What the cache of an engine holds.
+def engine_cache(deployment: Deployment, workers: Workers) -> CacheLayout:
+    """Return the layout and capacity of an engine's KV cache.
 
     Raises:
         PlanError: The weights alone do not fit.
     """
-    memory = engine_memory(own, workers)
+    memory = engine_memory(deployment, workers)
     if memory.cache <= 0.0:
         raise PlanError(memory.too_large(), hint="more devices, or a narrower format")
     return cache_layout(
-        own.model,
+        deployment.model,
         workers.plan,
-        framework_defaults(own.framework),
+        framework_defaults(deployment.framework),
         memory.cache,
-        drafts=own.options.drafts,
-        reuse=own.options.prefix_cache,
+        drafts=deployment.options.drafts,
+        reuse=deployment.options.prefix_cache,
     )
 
 
-def memory_share(own: Deployment, workers: Workers, tokens: float) -> float:
-    """The framework's share of the memory that leaves a cache of so many tokens.
+def memory_share(deployment: Deployment, workers: Workers, tokens: float) -> float:
+    """Return the framework's memory fraction that results in a KV cache of a given size.
 
     Args:
-        own: What serves.
-        workers: Which of its workers.
-        tokens: That an engine logs when it starts.
+        deployment: The deployment.
+        workers: The prefill or decode workers of the deployment.
+        tokens: Capacity of the KV cache in tokens, as an engine logs it when it starts.
 
     Raises:
         PlanError: The weights alone do not fit.
     """
-    memory, known = engine_memory(own, workers), engine_cache(own, workers)
+    memory, known = engine_memory(deployment, workers), engine_cache(deployment, workers)
     cache = memory.cache * tokens / known.tokens
-    return memory.share_of(cache, framework_defaults(own.framework).memory_of)
+    return memory.share_of(cache, framework_defaults(deployment.framework).memory_of)
 
 
-def engine_policy(own: Deployment, workers: Workers, prompt: float) -> Policy:
-    """Rules by which some of a deployment's workers batch.
+def engine_policy(deployment: Deployment, workers: Workers, prompt: float) -> Policy:
+    """Return the batching policy of the prefill or decode workers of a deployment.
 
     Args:
-        own: What serves.
-        workers: Which of its workers.
-        prompt: Mean tokens of a prompt, which is cut where it is more than a pass takes.
+        deployment: The deployment.
+        workers: The prefill or decode workers.
+        prompt: Mean tokens of a prompt; prompts above the token budget of a pass are chunked.
     """
-    policy, options = framework_defaults(own.framework).policy, own.options
-    budget = (own.options.token_budget or policy.token_budget) * workers.plan.dp
-    chunked = policy.chunked if own.options.chunked is None else own.options.chunked
+    policy, options = framework_defaults(deployment.framework).policy, deployment.options
+    budget = (deployment.options.token_budget or policy.token_budget) * workers.plan.dp
+    chunked = policy.chunked if deployment.options.chunked is None else deployment.options.chunked
     return replace(
         policy,
-        max_batch=(workers.batch or own.options.max_batch or policy.max_batch) * workers.plan.dp,
+        max_batch=(workers.batch or deployment.options.max_batch or policy.max_batch)
+        * workers.plan.dp,
         token_budget=budget,
         chunked=chunked or prompt > budget,
         swap=options.preemption == "swap",
         watermark=options.watermark,
         block=options.block or policy.block,
-        ahead=runs_ahead(own.framework, own.version),
+        ahead=runs_ahead(deployment.framework, deployment.version),
     )
 
 
-def wide_notes(own: Deployment) -> tuple[str, ...]:
-    """What is assumed of engines whose ranks send tokens to the ranks of their experts."""
-    notes, experts = [], own.model.workload.experts
-    for plan in dict.fromkeys(w.plan for w in (own.prefill, own.engine) if w):
+def wide_notes(deployment: Deployment) -> tuple[str, ...]:
+    """Return notes on the assumptions for engines with wide expert parallelism."""
+    notes, experts = [], deployment.model.workload.experts
+    for plan in dict.fromkeys(w.plan for w in (deployment.prefill, deployment.engine) if w):
         if not plan.wide:
             continue
-        # Of so many rows that chance does not matter.
+        # So many tokens that sampling noise does not matter.
         busy, plain = (
-            busiest(1e9, experts, plan.ep, redundant, own.options.expert_skew)
+            busiest(1e9, experts, plan.ep, redundant, deployment.options.expert_skew)
             for redundant in (plan.redundant, 0)
         )
-        said = f"of {plan.ep} ranks of experts the busiest gets {busy:.3g} times the mean"
-        if plan.redundant != 0 and own.options.expert_skew:
+        said = f"the busiest of {plan.ep} expert ranks gets {busy:.3g} times the mean load"
+        if plan.redundant != 0 and deployment.options.expert_skew:
             said += (
-                f", with {plan.copies(experts)} copies of experts that a balancer places; without "
-                f"one (redundant=0 in the plan) {plain:.3g} times"
+                f", with {plan.copies(experts)} redundant experts placed by a load balancer; "
+                f"without one (redundant=0 in the plan) {plain:.3g} times"
             )
         notes.append(said)
-    if notes and own.options.overlap is not False:
+    if notes and deployment.options.overlap is not False:
         notes.append(
-            "engines run a batch in two halves, exchanges of tokens beside the other's kernels, "
-            "where that is faster (--no-overlap if they do not)"
+            "engines split a batch in two and overlap the token exchange of one half with the "
+            "kernels of the other where that is faster (--no-overlap if they do not)"
         )
     return tuple(notes)
 
 
 def engine_notes(options: EngineOptions, memory: MemoryParts) -> tuple[str, ...]:
-    """What is assumed of drafts of which nobody says how many are accepted, and of the memory."""
+    """Return notes on drafts without a given acceptance, and on the memory fraction."""
     notes = []
     if options.drafts and options.accepted == 1.0:
         notes.append(
-            f"of {options.drafts} drafts of a step none is accepted (accepted 1), so that they "
-            "only cost: give the tokens that a step yields on average (accepted)"
+            f"none of the {options.drafts} draft tokens per step is accepted (accepted 1), so they "
+            "only add cost: give the mean number of tokens generated per step (accepted)"
         )
     if memory.fallback:
         notes.append(
-            "the framework's own share of the memory leaves no cache: nearly all is taken, which "
-            "its launch command has to say (memory)"
+            "the framework's default memory fraction leaves no KV cache, so nearly all memory is "
+            "used; set it in the launch command (memory)"
         )
     return tuple(notes)
 
 
-def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
-    """Levels of a deployment that effects are learned on.
+def levels(deployment: Deployment, model: ServingModel) -> dict[str, str]:
+    """Return the levels of a deployment in the random effects of the serving model.
 
     Args:
-        own: What serves.
-        model: Tells model groups by their sizes.
+        deployment: The deployment.
+        model: Serving model, which assigns served models to groups by their sizes.
     """
-    spec, served = own.spec, own.model
+    spec, served = deployment.spec, deployment.model
     device = measured_as(spec)
-    era = engine_era(own.framework, own.version)
-    engine = f"{own.framework} {era}" if own.framework else ""
+    era = engine_era(deployment.framework, deployment.version)
+    engine = f"{deployment.framework} {era}" if deployment.framework else ""
     experts = served.expert_weights if served.workload.experts else ""
-    source = own.source
+    source = deployment.source
     stack = f"{source}|{engine}" if source and engine else ""
     found = {
         "any": "any",
@@ -324,23 +349,25 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         "device": device,
         "vendor": spec.vendor,
         "architecture": spec.architecture.removesuffix("-ultra"),
-        "framework": own.framework,
+        "framework": deployment.framework,
         "engine": engine,
-        # Whose hosts prepare passes ahead of the device, and whose sequences it waits for.
-        "era": "ahead" if runs_ahead(own.framework, own.version) else era,
-        "host": host_kind(own.framework, era, spec.platform, eager=own.options.eager),
+        # Whether the host prepares passes ahead of the device.
+        "era": "ahead" if runs_ahead(deployment.framework, deployment.version) else era,
+        "host": host_kind(deployment.framework, era, spec.platform, eager=deployment.options.eager),
         "format": served.weights,
         "expert_format": experts,
-        # Kernels of experts differ by engine and format.
+        # Expert kernels differ by engine and format.
         "engine_experts": f"{engine} {experts}" if experts else "",
         "latent": "latent" if served.workload.kv_lora else "",
         "shape": _shape(served),
-        "spread": _spread(own),
-        # Whose servers hand requests over between workers of two kinds.
-        "handover": f"{own.framework}|{source}|{own.device}" if own.prefill and source else "",
-        "speculative": "yes" if own.options.accepted > 1.0 else "",
+        "spread": _spread(deployment),
+        # Set for deployments that hand requests over from prefill to decode workers.
+        "handover": f"{deployment.framework}|{source}|{deployment.device}"
+        if deployment.prefill and source
+        else "",
+        "speculative": "yes" if deployment.options.accepted > 1.0 else "",
         "source": source,
-        # How a source starts an engine.
+        # Launch options that the source uses for an engine.
         "stack": stack,
         "stack_experts": f"{stack} {experts}" if stack and experts else "",
         "cluster": f"{source}|{device}" if source else "",
@@ -350,13 +377,13 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
 
 
 def _shape(model: ServedModel) -> str:
-    """Kind of model that decides how many kernels a layer has."""
+    """Return the kind of model, which determines the number of kernels of a layer."""
     experts = "experts" if model.workload.experts else "dense"
     return f"{experts}, latent attention" if model.workload.kv_lora else experts
 
 
-def _spread(own: Deployment) -> str:
-    """How sequences are spread over devices, where ranks hold some of their own."""
-    if own.prefill is not None:
+def _spread(deployment: Deployment) -> str:
+    """Return how sequences are spread over devices; empty if all ranks share them."""
+    if deployment.prefill is not None:
         return APART
-    return "attention data parallel" if own.engine.plan.dp > 1 else ""
+    return "attention data parallel" if deployment.engine.plan.dp > 1 else ""

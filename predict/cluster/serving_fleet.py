@@ -1,4 +1,4 @@
-"""A fleet over days: replicas, cost, requests that keep the SLO, by hour and in all."""
+"""Prediction of an autoscaled fleet: replicas, cost and SLO attainment by hour and in total."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .fleet_file import FleetFile
 from .serving import ServingPredictor
 
 _HOUR = 3600.0
-#: Sizes of a static fleet that are tried: parts of the mean replicas of the scaled one.
+#: Resolution of the search for the best static fleet: steps per mean replica count.
 _PARTS = 16
 
 
 @dataclass(frozen=True)
 class FleetPrediction:
-    """What a fleet does.
+    """Prediction of a fleet.
 
     Attributes:
         asked: The fleet.
-        replicas: What one replica of each pool does.
-        played: By estimate, and with all replicas at the fast and at the slow end.
-        static: The smallest fleet without scaling that keeps the SLO as often, by estimate;
-            ``None`` where the fleet itself does not scale.
-        sizes: Replicas of each of its pools.
-        output_tokens: Mean tokens of an output of each model.
+        replicas: Prediction of one replica of each pool.
+        played: Simulations at the estimate and with all replicas at the fast and the slow bound.
+        static: The smallest fleet without scaling that has the same SLO attainment by the
+            estimate; ``None`` if the fleet itself does not scale.
+        sizes: Replicas of each pool of the static fleet.
+        output_tokens: Mean output tokens of each model.
     """
 
     asked: FleetFile
@@ -47,11 +47,11 @@ class FleetPrediction:
     output_tokens: tuple[float, ...]
 
     def _over(self, figure: Callable[[Played], float]) -> Interval:
-        """A figure with the ends that both ends of the replicas' speed give it."""
+        """Return a figure with its values at both bounds of the replicas' speed."""
         return Interval.outer([figure(one) for one in self.played])
 
     def _hours(self, one: Played, pool: int, span: slice) -> float:
-        """Device hours of a pool."""
+        """Return the device hours of a pool."""
         own = self.replicas[pool].deployment.devices
         return float(one.paid[pool, span].sum()) * one.step / _HOUR * own
 
@@ -66,11 +66,11 @@ class FleetPrediction:
         return all(pool.price is not None for pool in self.asked.pools)
 
     def _tokens(self, one: Played, span: slice) -> float:
-        """Million output tokens that are served."""
+        """Return the output tokens served, in millions."""
         return float(one.served[:, span].sum(axis=1) @ np.array(self.output_tokens)) / 1e6
 
     def _totals(self, span: slice) -> JsonObject:
-        """Figures of a part of the time that hours and the whole share."""
+        """Return the figures of a time span that both hours and the total report."""
         pools = range(len(self.asked.pools))
         arrived = self.played[0].arrived[:, span]
         data: JsonObject = {"requests": float(arrived.sum())}
@@ -84,7 +84,7 @@ class FleetPrediction:
         if self._priced:
             cost = self._over(lambda one: self._cost(one, span))
             data |= end_fields("cost", cost)
-            # What waits is paid for, and no token of it is there.
+            # Without tokens served in a simulation, there is no price per token.
             if min(self._tokens(one, span) for one in self.played) > 0.0:
                 per_token = self._over(lambda one: self._cost(one, span) / self._tokens(one, span))
                 data |= end_fields("dollars_per_million_tokens", per_token)
@@ -97,20 +97,20 @@ class FleetPrediction:
 
     @property
     def _spans(self) -> list[slice]:
-        """Steps of each hour: those whose middle lies in it."""
+        """The time steps of each hour: those whose midpoint lies in it."""
         one = self.played[0]
         hours = ((np.arange(one.arrived.shape[1]) + 0.5) * one.step // _HOUR).astype(int)
         edges = np.searchsorted(hours, np.arange(hours[-1] + 2)).tolist()
         return [slice(*both) for both in pairwise(edges)]
 
     def hour(self, at: int) -> JsonObject:
-        """Figures of one hour."""
+        """Return the figures of one hour."""
         one, span = self.played[0], self._spans[at]
         wait = one.wait[:, span].max()
         return {
             "hour": at,
             **self._totals(span),
-            # Requests that nothing ever takes wait for ever.
+            # Requests that are never served wait for ever.
             "wait_max_s": float(wait) if wait < inf else None,
             "utilisation": {
                 model.name: float(one.share[m, span].mean())
@@ -123,7 +123,7 @@ class FleetPrediction:
         }
 
     def pool(self, at: int) -> JsonObject:
-        """Figures of one pool."""
+        """Return the figures of one pool."""
         case, own, one = self.asked.pools[at], self.replicas[at], self.played[0]
         everything = slice(None)
         model = [m.name for m in self.asked.models].index(case.model)
@@ -152,9 +152,10 @@ class FleetPrediction:
         return data
 
     def _recommended(self, at: int, model: int) -> list[int] | None:
-        """Replicas that keep the SLO in the quietest and in the busiest hour; none if none do.
+        """Return the replicas that meet the SLO in the quietest and in the busiest hour.
 
-        They keep it at an hour's busiest step: what an hour's mean asks for lets others wait.
+        Each is sized for the busiest step of its hour, since sizing for the hourly mean leaves
+        requests waiting. ``None`` if no number of replicas meets the SLO.
         """
         one, pools = self.played[0], self.asked.pools
         within = [
@@ -163,7 +164,7 @@ class FleetPrediction:
         ]
         if not within[at]:
             return None
-        # The router gives each pool requests by what its replicas serve.
+        # The router splits requests among pools in proportion to their capacity.
         served = [w * float(one.ready[i].mean()) for i, w in enumerate(within)]
         part = served[at] / sum(served) if sum(served) else 1.0
         arrived = one.arrived[model]
@@ -173,7 +174,7 @@ class FleetPrediction:
         return [max(1, ceil(rate * part / within[at])) for rate in (min(rates), max(rates))]
 
     def to_dict(self) -> JsonObject:
-        """Plain data, as ``opcast simulate-serving --fleet --json`` prints it."""
+        """Return JSON data, as ``opcast simulate-serving --fleet --json`` prints it."""
         one, everything = self.played[0], slice(None)
         hours = [self.hour(at) for at in range(len(self._spans))]
         data: JsonObject = {
@@ -200,35 +201,37 @@ class FleetPrediction:
         return data
 
     def notes(self) -> list[str]:
-        """What is assumed, and what lies outside of what was measured."""
+        """Return notes on assumptions and on what lies outside the measured runs."""
         told = [
-            "replicas are simulated alone under Poisson arrivals; a router that knows their queues "
-            "does better near what they serve at most",
+            "each replica is simulated alone under Poisson arrivals; a router that sees their "
+            "queues does better near maximum throughput",
         ]
         if any(pool.spot for pool in self.asked.pools):
-            told.append(f"interruptions are one draw of a Poisson process (seed {self.asked.seed})")
+            told.append(
+                f"interruptions are one sample of a Poisson process (seed {self.asked.seed})"
+            )
         for at, (pool, own) in enumerate(zip(self.asked.pools, self.replicas, strict=True)):
             if self.played[0].wished[at] > pool.most > pool.least:
                 told.append(
-                    f"{pool.name}: its policy wished for {self.played[0].wished[at]} replicas, of "
-                    f"which there are at most {pool.most}"
+                    f"{pool.name}: its scaling policy requested {self.played[0].wished[at]} "
+                    f"replicas, but the pool has at most {pool.most}"
                 )
             if self.played[0].short[at]:
                 told.append(
-                    f"{pool.name}: the fleet's devices left none for {self.played[0].short[at]} of "
-                    "the replicas that it was to start"
+                    f"{pool.name}: the fleet has too few devices to start "
+                    f"{self.played[0].short[at]} of the replicas"
                 )
             told += [f"{pool.name}: {note}" for note in own.notes]
         return told
 
 
 def attained(one: Played, span: slice, models: Sequence[int] | None = None) -> float:
-    """Share of the requests of a part of the time that keep their SLO; 1 where none came.
+    """Return the share of the requests of a time span that meet their SLO; 1 without requests.
 
     Args:
-        one: What happened.
-        span: Its steps.
-        models: Whose requests; ``None`` for all.
+        one: A simulation of the fleet.
+        span: Time steps.
+        models: Indices of the models to include; ``None`` for all.
     """
     own = slice(None) if models is None else models
     arrived = one.arrived[own, span]
@@ -237,14 +240,14 @@ def attained(one: Played, span: slice, models: Sequence[int] | None = None) -> f
 
 
 def predict_fleet(predictor: ServingPredictor, asked: FleetFile) -> FleetPrediction:
-    """Play a fleet, by estimate and at both ends of the 90 % intervals of its replicas.
+    """Simulate a fleet at the estimate and at both 90 % bounds of its replicas' speed.
 
     Args:
-        predictor: Of serving.
+        predictor: Predictor of serving.
         asked: The fleet.
 
     Raises:
-        PlanError: A replica does not fit its devices, or does not exist.
+        PlanError: A replica does not fit its devices, or its model or device is unknown.
     """
     models = {model.name: model for model in asked.models}
     replicas = tuple(
@@ -276,7 +279,7 @@ def _nodes(asked: FleetFile) -> Nodes:
 
 
 def _pools(asked: FleetFile, replicas: Sequence[Replica], end: int) -> list[Pool]:
-    """Pools whose replicas are as by the estimate (0), or as fast or slow as they may be."""
+    """Return the pools with replicas at the estimate (0), the fast (1) or the slow bound (2)."""
     names = [model.name for model in asked.models]
     return [
         Pool(
@@ -301,18 +304,20 @@ def _pools(asked: FleetFile, replicas: Sequence[Replica], end: int) -> list[Pool
 def _static(
     pools: Sequence[Pool], scaled: Played, seed: int
 ) -> tuple[Played | None, tuple[int, ...]]:
-    """The smallest fleet of pools in the same proportion that keeps each model's SLO as often.
+    """Find the smallest static fleet with the same SLO attainment of each model.
+
+    Pools of a model keep the proportions of their mean sizes.
 
     Args:
-        pools: As they scale.
-        scaled: What they did.
-        seed: Of the interruptions.
+        pools: The scaled pools.
+        scaled: Simulation of the scaled pools.
+        seed: Random seed of the interruptions.
     """
     means = scaled.ready.mean(axis=1)
     models = len(scaled.arrived)
     asked = [attained(scaled, slice(None), [model]) for model in range(models)]
     if not min(asked):
-        # Every fleet keeps an SLO as often as never.
+        # Every fleet reaches an attainment of 0.
         return None, ()
 
     def sized(parts: Sequence[int]) -> list[Pool]:

@@ -1,6 +1,6 @@
-"""Flags and commands that launch a deployment under each framework that says how.
+"""Launch commands of a deployment for each framework with known flags.
 
-What a framework calls things is data (``launch`` in ``simulate/serving/frameworks.yaml``).
+The names of the flags are data: ``launch`` in ``simulate/serving/frameworks.yaml``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,27 @@ from ...simulate.serving.policies import Launcher, framework_defaults, framework
 from .deployment import Deployment, Workers
 from .serving_engine import engine_cache, engine_memory
 
+#: Context length (tokens) assumed for a model without a known configuration; longer ones are rare.
+_LONG = 131072
+#: Fraction of the KV cache that the longest allowed request may fill; the rest is a margin for the
+#: estimated size of activations. Engineering choice.
+_FILLED = 0.9
+#: Meaning of SGLang's and TensorRT-LLM's tp with data-parallel attention.
+_RANKS_APART = "devices that share each layer's products; attention runs apart on groups of them"
+#: Roles of workers, and what they run.
+_ROLES = {"prefill": "prompts alone", "decode": "everything after the prompts"}
+
 
 @dataclass(frozen=True)
 class Flag:
     """One setting of a launch command.
 
     Attributes:
-        name: As it is written, such as ``--max-num-seqs``; of TensorRT-LLM also keys of its YAML
-            file of options.
-        value: Empty for a switch.
-        why: What of the deployment it says.
-        in_file: Whether it stands in the file of options instead of the command.
+        name: Flag, such as ``--max-num-seqs``; for TensorRT-LLM also a key of its YAML options
+            file.
+        value: Value of the flag; empty for a switch.
+        why: The property of the deployment that the flag sets.
+        in_file: Whether the setting belongs in the options file instead of the command.
     """
 
     name: str
@@ -36,12 +46,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a worker of a deployment is launched.
+    """Launch command of a worker of a deployment.
 
     Attributes:
-        program: Such as ``vllm serve``, the model's checkpoint included.
-        flags: Its settings.
-        remarks: What else has to be seen to.
+        program: Program and model checkpoint, such as ``vllm serve MODEL``.
+        flags: Settings.
+        remarks: What the command does not cover.
     """
 
     program: str
@@ -50,17 +60,17 @@ class Launch:
 
     @property
     def command(self) -> str:
-        """The command for a shell."""
+        """The command as a shell line, with the remarks as a comment."""
         words = [self.program]
         words += [f"{f.name} {_quoted(f.value)}".strip() for f in self.flags if not f.in_file]
         lines = [f"{f.name}: {f.value}" for f in self.flags if f.in_file]
         if lines:
-            # printf writes line ends where echo of bash does not.
+            # printf expands \n, which bash's echo does not.
             words.append("--extra_llm_api_options <(printf '" + "\\n".join(lines) + "\\n')")
         return " ".join(words) + (f"   # {', '.join(self.remarks)}" if self.remarks else "")
 
     def rows(self) -> list[dict[str, str]]:
-        """The table of flags as plain data."""
+        """Return the flags as rows of JSON data."""
         file = {False: "command", True: "file of options"}
         return [
             {"flag": f.name, "value": f.value, "in": file[f.in_file], "why": f.why}
@@ -73,87 +83,84 @@ def _quoted(value: str) -> str:
 
 
 def launches(
-    own: Deployment, checkpoint: Checkpoint = UNKNOWN, longest: int = 0
+    deployment: Deployment, checkpoint: Checkpoint = UNKNOWN, longest: int = 0
 ) -> dict[str, Launch]:
-    """How one worker of a deployment is launched under vLLM, SGLang and TensorRT-LLM.
+    """Return the launch commands of a deployment's workers for vLLM, SGLang and TensorRT-LLM.
 
-    Those that do not run on its device are left out.
-
-    Flags are those of their current documentation: ``vllm serve``, ``sglang.launch_server`` and
-    ``trtllm-serve``. Workers that run prompts have a command of their own, by name ``… prefill``.
+    Frameworks that do not run on the device are left out. Flags follow the current documentation of
+    ``vllm serve``, ``sglang.launch_server`` and ``trtllm-serve``.
 
     Args:
-        own: What serves.
-        checkpoint: Of the model.
-        longest: Tokens of the longest request that it has to serve.
+        deployment: The deployment.
+        checkpoint: Checkpoint of the model.
+        longest: Tokens of the longest request that has to be served.
+
+    Returns:
+        Commands by framework; with separate prefill workers by framework and role, such as
+        ``vLLM prefill``.
     """
     found, model = {}, checkpoint.name
     parts = (
-        [("", own.engine)]
-        if own.prefill is None
-        else [("prefill", own.prefill), ("decode", own.engine)]
+        [("", deployment.engine)]
+        if deployment.prefill is None
+        else [("prefill", deployment.prefill), ("decode", deployment.engine)]
     )
     for role, workers in parts:
-        front = f"x {workers.count}, behind a router: {own.options.router}"
+        front = f"x {workers.count}, behind a router: {deployment.options.router}"
         if role == "decode":
             front = f"x {workers.count}"
         times = [front] if workers.count > 1 else []
-        narrow = "" if _is_published_in(checkpoint, own) else _narrow(own)
-        limit = _longest(own, workers, checkpoint.context or _LONG, longest)
+        narrow = "" if _is_published_in(checkpoint, deployment) else _narrow(deployment)
+        limit = _longest(deployment, workers, checkpoint.context or _LONG, longest)
         known = limit if checkpoint.context else 0
-        worker = _Worker(own, workers, role, fp8=narrow == "fp8", limit=known)
+        worker = _Worker(deployment, workers, role, fp8=narrow == "fp8", limit=known)
         for framework, own_rules in frameworks().items():
             how = own_rules.launch
-            if how is None or not runs_on(framework, own.spec.platform, own.spec.vendor):
+            if how is None or not runs_on(
+                framework, deployment.spec.platform, deployment.spec.vendor
+            ):
                 continue
             facts = worker.facts(own_rules.memory_of)
             flags = tuple(_flags(how, facts))
             remarks = list(times)
             if worker.taken.fallback:
                 remarks.append(
-                    "the default share of the memory leaves no cache, so that nearly all is taken"
+                    "the default memory fraction leaves no cache, so nearly all memory is used"
                 )
             if limit and not known:
                 remarks.append(f"give {how.limit} if {model} takes more than {limit} tokens")
             if narrow and not (facts["quantize"] and any(f.when == "quantize" for f in how.flags)):
-                # Their launchers take the format from the checkpoint's own configuration.
+                # The launcher reads the format from the checkpoint's configuration.
                 remarks.append(f"{model} has to be a checkpoint in {narrow}")
-            if own.model.cache == "int8":
-                remarks.append("it has no cache in int8")
+            if deployment.model.cache == "int8":
+                remarks.append("it has no int8 KV cache")
             remarks += [text.format_map(facts) for at, text in how.remarks.items() if facts[at]]
-            if own.options.preemption == "swap":
+            if deployment.options.preemption == "swap":
                 remarks.append(how.swap)
-            if own.options.watermark:
-                remarks.append("it has no flag for the share of the cache that is kept free")
+            if deployment.options.watermark:
+                remarks.append("it has no flag for the fraction of the KV cache kept free")
             if facts["model_drafts"]:
-                remarks.append(f"the checkpoint of {own.options.draft} drafts")
+                remarks.append(f"drafts come from the checkpoint of {deployment.options.draft}")
             launch = Launch(f"{how.program} {model}", flags, tuple(remarks))
             found[f"{how.name} {role}".strip()] = launch
     return found
 
 
-#: Tokens that a model may take whose configuration is not known; longer ones are rare.
-_LONG = 131072
-#: Share of the cache that the longest request may take where its tokens are limited to what fits,
-#: since what activations take is an estimate; engineering choice.
-_FILLED = 0.9
+def _longest(deployment: Deployment, workers: Workers, context: int, asked: int) -> int:
+    """Return the request length in tokens that the KV cache requires; 0 for no limit.
 
-
-def _longest(own: Deployment, workers: Workers, context: int, asked: int) -> int:
-    """Tokens that requests have to be limited to, since the cache holds no more; 0 for no limit.
-
-    vLLM does not start where one request of all the tokens that its model takes does not fit.
+    vLLM refuses to start if one request of the model's full context length does not fit.
 
     Args:
-        own: What serves.
-        workers: Some of its workers.
-        context: Tokens that the model takes.
+        deployment: The deployment.
+        workers: The prefill or decode workers.
+        context: Context length of the model in tokens.
         asked: Tokens of the longest request that has to be served.
     """
-    if engine_memory(own, workers).cache <= 0.0:
+    if engine_memory(deployment, workers).cache <= 0.0:
         return 0
-    layout = engine_cache(own, workers)
-    # Each rank with sequences of its own has its share of the cache.
+    layout = engine_cache(deployment, workers)
+    # Each data-parallel rank holds its share of the cache.
     ranks = workers.plan.dp
     if layout.share_of(context) * ranks <= 1.0:
         return 0
@@ -161,58 +168,69 @@ def _longest(own: Deployment, workers: Workers, context: int, asked: int) -> int
     return min(context, max(asked, room))
 
 
-def _narrow(own: Deployment) -> str:
-    """Formats of the weights below 16 bits; empty if there are none."""
-    model = own.model
+def _narrow(deployment: Deployment) -> str:
+    """Return the weight formats below 16 bits; empty if there are none."""
+    model = deployment.model
     formats = [model.weights, *([model.expert_weights] if model.workload.experts else [])]
     return " and ".join(dict.fromkeys(f for f in formats if f not in ("bf16", "f16", "f32")))
 
 
-def _is_published_in(checkpoint: Checkpoint, own: Deployment) -> bool:
-    """Whether a checkpoint brings the formats of a deployment itself, so that no flag says them.
+def _is_published_in(checkpoint: Checkpoint, deployment: Deployment) -> bool:
+    """Return whether a checkpoint is published in the deployment's formats and needs no flag.
 
-    vLLM refuses ``--quantization fp8`` for a checkpoint whose own configuration names another
-    method, as those of compressed-tensors do.
+    vLLM refuses ``--quantization fp8`` for a checkpoint whose configuration names another method,
+    such as compressed-tensors.
     """
     weights = format_in(checkpoint.name) if checkpoint != UNKNOWN else ""
     if not weights:
         return False
-    said = in_formats(own.model.workload, Formats(weights))
+    said = in_formats(deployment.model.workload, Formats(weights))
     return (said.weights, said.expert_weights, said.attention_format) == (
-        own.model.weights,
-        own.model.expert_weights,
-        own.model.attention_format,
+        deployment.model.weights,
+        deployment.model.expert_weights,
+        deployment.model.attention_format,
     )
 
 
 class _Worker:
-    """What the flags of one kind of workers follow from.
+    """The facts that the flags of the prefill or decode workers are derived from.
 
     Args:
-        own: What serves.
-        workers: One kind of its workers.
-        role: Such as ``prefill``; empty where all do the same.
-        fp8: Whether the engine quantises the checkpoint to fp8 when it loads it.
-        limit: Most tokens of a request, fewer than its model takes; 0 for no limit.
+        deployment: The deployment.
+        workers: The prefill or decode workers.
+        role: ``prefill`` or ``decode``; empty if all workers do both.
+        fp8: Whether the engine quantizes the checkpoint to fp8 while loading it.
+        limit: Maximum tokens of a request where below the model's context length; 0 for no limit.
     """
 
     def __init__(
-        self, own: Deployment, workers: Workers, role: str, *, fp8: bool, limit: int = 0
+        self, deployment: Deployment, workers: Workers, role: str, *, fp8: bool, limit: int = 0
     ) -> None:
-        self.own, self.workers, self.role, self.fp8, self.limit = own, workers, role, fp8, limit
-        self.taken = engine_memory(own, workers)
+        self.deployment, self.workers, self.role, self.fp8, self.limit = (
+            deployment,
+            workers,
+            role,
+            fp8,
+            limit,
+        )
+        self.taken = engine_memory(deployment, workers)
 
     def facts(self, memory_of: str) -> dict[str, str]:
-        """What flags say, and what has to hold for them, by name; empty for what does not hold.
+        """Return values and conditions of flags by name; an empty string means false or unset.
 
-        Numbers of devices hold where they are above 1, apart from ``tp`` and ``ranks``; limits are
-        of a rank with sequences of its own, or with ``engine_`` of all of them.
+        Parallel degrees other than ``tp`` and ``ranks`` are set only above 1. Limits apply to a
+        data-parallel rank, those with ``engine_`` to the whole engine.
 
         Args:
-            memory_of: What the framework's share of the memory is a share of.
+            memory_of: The quantity that the framework's memory fraction refers to.
         """
-        own, plan, options, role = self.own, self.workers.plan, self.own.options, self.role
-        policy = framework_defaults(own.framework).policy
+        deployment, plan, options, role = (
+            self.deployment,
+            self.workers.plan,
+            self.deployment.options,
+            self.role,
+        )
+        policy = framework_defaults(deployment.framework).policy
         batch = self.workers.batch or options.max_batch or policy.max_batch
         budget = options.token_budget or policy.token_budget
         share = ""
@@ -232,17 +250,17 @@ class _Worker:
             "limit": self.limit,
             "drafts": options.drafts,
             "step_tokens": options.drafts + 1,
-            "copies": plan.copies(own.model.workload.experts),
+            "copies": plan.copies(deployment.model.workload.experts),
         }
         holds = {
             "whole": options.chunked is False,
             "cut": options.chunked is not False,
             "told_to_cut": options.chunked,
             "quantize": self.fp8,
-            "cache_fp8": own.model.cache == "fp8",
+            "cache_fp8": deployment.model.cache == "fp8",
             "fresh": not options.prefix_cache,
             "eager": options.eager,
-            "windows": own.model.cache_layers()[2],
+            "windows": deployment.model.cache_layers()[2],
             "groups": plan.dp > 1 and plan.tp > 1,
             "wide": plan.wide,
             "balanced": plan.wide and plan.redundant != 0,
@@ -267,15 +285,10 @@ class _Worker:
 
 
 def _flags(how: Launcher, facts: Mapping[str, str]) -> Iterator[Flag]:
-    """The flags of a launcher for which the facts hold."""
-    for own in how.flags:
-        parts = [text.format_map(facts) for at, text in own.parts.items() if facts[at]]
-        if (own.when and not facts[own.when]) or (own.parts and not parts):
+    """Yield the flags of a launcher whose conditions hold."""
+    for entry in how.flags:
+        parts = [text.format_map(facts) for at, text in entry.parts.items() if facts[at]]
+        if (entry.when and not facts[entry.when]) or (entry.parts and not parts):
             continue
-        value = f"{{{', '.join(parts)}}}" if parts else own.value.format_map(facts)
-        yield Flag(own.flag, value, own.why.format_map(facts), own.in_file)
-
-
-#: What SGLang and TensorRT-LLM count as tp where ranks attend apart: these are among them.
-_RANKS_APART = "devices that share each layer's products; attention runs apart on groups of them"
-_ROLES = {"prefill": "prompts alone", "decode": "everything after the prompts"}
+        value = f"{{{', '.join(parts)}}}" if parts else entry.value.format_map(facts)
+        yield Flag(entry.flag, value, entry.why.format_map(facts), entry.in_file)

@@ -1,4 +1,4 @@
-"""Loads of a service by a few figures or as traces, and what their requests have to keep."""
+"""Loads of a service, drawn from a few parameters or read from traces, and SLOs of requests."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ from ...simulate.step.settings import pairs_of
 from .deployment import Deployment
 from .serving_case import MOST, LoadSpec
 
-#: Distributions of lengths with their figures.
+#: Length distributions and their parameters.
 LENGTHS = {
     "uniform": "uniform:LEAST:MOST",
     "geometric": "geometric:MEAN",
     "lognormal": "lognormal:MEAN:DEVIATION of the logarithm",
 }
-#: Columns of traces: arrival, prompt, output. Azure's are of AzurePublicDataset (LLM inference
-#: traces, 2023 and 2024), BurstGPT's of Wang et al. (2024).
+#: Trace columns for arrival, prompt and output: opcast's own, those of AzurePublicDataset (LLM
+#: inference traces, 2023 and 2024), and those of BurstGPT (Wang et al., 2024).
 TRACE_COLUMNS = (
     ("arrival_s", "prompt", "output"),
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     ("Timestamp", "Request tokens", "Response tokens"),
 )
-#: Tokens of a block whose hash Mooncake's traces give (Qin et al., Mooncake, FAST 2025).
+#: Tokens per hashed block in Mooncake traces (Qin et al., Mooncake, FAST 2025).
 MOONCAKE_BLOCK = 512
-#: Requests of a closed loop for each in flight, as benchmark scripts send (InferenceX: 10), and of
-#: other loads.
+#: Default number of requests: of a closed loop per request in flight, as benchmark scripts send
+#: (InferenceX: 10), and of other loads.
 WAVES, COUNT = 10, 1000
-#: Fewest of a closed loop for each in flight that are simulated, and number from which no more are:
-#: the later ones stand for the rest.
+#: Simulated requests of a closed loop without a given number: at least so many per request in
+#: flight, and beyond that at most so many; the last ones represent the rest.
 LEAST_WAVES, MOST_REQUESTS = 3, 3000
-#: Rates that differ by less are taken for equal.
+#: Relative difference below which two rates are considered equal.
 RATE_TIE = 0.02
+#: Fields of :class:`LoadSpec` under another name in text.
+_TEXT_NAMES = {"requests": "trace"}
 
 
 def draw(spec: LoadSpec) -> Load:
-    """The requests of a load.
+    """Draw the requests of a load, or read them from its trace.
 
     Raises:
         PlanError: A figure is out of its range.
@@ -59,13 +61,13 @@ def draw(spec: LoadSpec) -> Load:
         raise PlanError(
             f"rate={spec.rate:g}, burstiness={spec.burstiness:g}",
             where="load",
-            hint="a rate is at least 0, burstiness above it",
+            hint="the rate must be at least 0, burstiness above 0",
         )
     if min(spec.concurrency, spec.batch, spec.count) < 0 or spec.count > MOST:
         raise PlanError(
             f"concurrency={spec.concurrency}, batch={spec.batch}, count={spec.count}",
             where="load",
-            hint=f"none is below 0, and there are at most {MOST} requests",
+            hint=f"none may be negative, and count is at most {MOST}",
         )
     count = spec.count or WAVES * spec.concurrency or COUNT
     count = spec.batch if spec.kind == "static-batch" else count
@@ -81,48 +83,44 @@ def draw(spec: LoadSpec) -> Load:
     return Load(prompts, outputs, arrivals, spec.concurrency, stands_for=asked)
 
 
-#: Fields of a load that texts name otherwise.
-_IN_TEXTS = {"requests": "trace"}
-
-
 def parse_load(text: str) -> LoadSpec:
-    """A load from text such as ``concurrency=64,prompt=1024,output=256`` or ``trace=FILE``.
+    """Parse a load such as ``concurrency=64,prompt=1024,output=256`` or ``trace=FILE``.
 
     Raises:
-        PlanError: A name is not known, or a value is none.
+        PlanError: A name is unknown, or a value invalid.
     """
     named = get_type_hints(LoadSpec)
     kinds: dict[str, Callable[[str], Any]] = {
-        _IN_TEXTS.get(f.name, f.name): Path if f.name == "requests" else named[f.name]
+        _TEXT_NAMES.get(f.name, f.name): Path if f.name == "requests" else named[f.name]
         for f in fields(LoadSpec)
     }
     found: dict[str, Any] = {}
     hint = "NAME=VALUE: " + ", ".join(kinds)
     for name, value in pairs_of(text, "load", hint).items():
         if name not in kinds or not value:
-            raise PlanError(f"'{name}={value}' says nothing of a load", hint=hint)
+            raise PlanError(f"'{name}={value}' is not an option of a load", hint=hint)
         try:
             found[name] = kinds[name](value)
         except ValueError:
-            raise PlanError(f"'{name}={value}' is no number", where="load") from None
+            raise PlanError(f"'{name}={value}' is not a number", where="load") from None
     modes = [name for name in ("trace", "concurrency", "batch", "rate") if name in found]
     drawn = {"prompt", "output", "count", "seed", "burstiness"}
     if len(modes) > 1 or ("trace" in found and drawn & set(found)):
         raise PlanError(
             f"{text!r} gives more than one kind of load",
-            hint="one of trace, concurrency, batch and rate; a trace needs nothing else",
+            hint="give one of trace, concurrency, batch and rate; a trace takes no other option",
         )
     if "burstiness" in found and "rate" not in found:
-        raise PlanError("burstiness is that of a rate", where="load", hint="give rate")
-    names = {text: name for name, text in _IN_TEXTS.items()}
+        raise PlanError("burstiness applies only to a rate", where="load", hint="give rate")
+    names = {text: name for name, text in _TEXT_NAMES.items()}
     return LoadSpec(**{names.get(name, name): value for name, value in found.items()})
 
 
 def parse_slo(text: str) -> Slo:
-    """Read text such as ``ttft=500ms,tpot=30ms``; each time has a unit, ``ms`` or ``s``.
+    """Parse an SLO such as ``ttft=500ms,tpot=30ms``; each time needs a unit, ``ms`` or ``s``.
 
     Raises:
-        PlanError: A name is not known, or a time is none.
+        PlanError: A name is unknown, or a time invalid.
     """
     found: dict[str, float] = {}
     hint = "with a unit, as in ttft=500ms,tpot=30ms,e2e=20s"
@@ -133,15 +131,18 @@ def parse_slo(text: str) -> Slo:
         except ValueError:
             found[name] = 0.0
         if name not in Slo._fields or not 0.0 < found[name] < inf:
-            raise PlanError(f"'{name}={value}' is no SLO", hint=hint)
+            raise PlanError(f"'{name}={value}' is not an SLO", hint=hint)
     return Slo(**found)
 
 
 def parse_lengths(text: str) -> Callable[[np.random.Generator, int], np.ndarray]:
-    """A distribution of lengths: draws so many whole numbers of at least 1.
+    """Parse a length distribution.
+
+    Returns:
+        A function that draws a given number of integers of at least 1.
 
     Raises:
-        PlanError: It is not one.
+        PlanError: The text is not a length distribution.
     """
     name, *rest = text.split(":")
     try:
@@ -166,8 +167,8 @@ def parse_lengths(text: str) -> Callable[[np.random.Generator, int], np.ndarray]
             middle = np.log(mean) - deviation**2 / 2.0
             if middle < 0.0:
                 raise PlanError(
-                    f"half of the lengths of {text!r} are below a token",
-                    hint="the deviation is that of the logarithm, such as 0.8",
+                    f"the median length of {text!r} is below one token",
+                    hint="the deviation is that of the logarithm, for example 0.8",
                 )
             return lambda rng, n: np.maximum(
                 1, np.rint(rng.lognormal(middle, deviation, n))
@@ -175,23 +176,23 @@ def parse_lengths(text: str) -> Callable[[np.random.Generator, int], np.ndarray]
     except ValueError:
         pass
     raise PlanError(
-        f"{text!r} is no distribution of lengths",
-        hint="a number of tokens, or "
+        f"{text!r} is not a length distribution",
+        hint="give a number of tokens, or "
         + ", ".join(LENGTHS.values())
-        + "; an output of 1 where none is generated, as of embeddings and scores",
+        + "; give an output of 1 for embeddings and scores, which generate nothing",
     )
 
 
 def read_trace(path: Path) -> Load:
-    """Requests of a file.
+    """Read the requests of a trace.
 
-    Read are CSV with the columns ``arrival_s``, ``prompt`` and ``output``, with those of Azure's or
-    of BurstGPT's traces; lines of JSON as of Mooncake's, whose hashes of blocks say what prompts
-    have in common; and the JSON that ``vllm bench serve --save-result --save-detailed`` writes,
-    whose lengths are served again under its own rate or concurrency.
+    Formats: CSV with the columns ``arrival_s``, ``prompt`` and ``output``, or those of Azure's or
+    BurstGPT's traces; Mooncake's JSON lines, whose block hashes identify shared prefixes; and the
+    JSON of ``vllm bench serve --save-result --save-detailed``, whose requests are sent again at its
+    rate or concurrency.
 
     Raises:
-        DatasetError: The file cannot be read, or is none of these.
+        DatasetError: The file cannot be read, or has another format.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -213,10 +214,10 @@ def read_trace(path: Path) -> Load:
 
 
 def read_traces(path: Path) -> dict[str, Load]:
-    """Requests of a trace by its column ``model``; all under an empty name without one.
+    """Read the requests of a trace by its column ``model``; without one, under an empty name.
 
     Raises:
-        DatasetError: As of :func:`read_trace`.
+        DatasetError: See :func:`read_trace`.
     """
     frame = _frame(path) if path.suffix == ".csv" else pd.DataFrame()
     if "model" not in frame:
@@ -248,25 +249,25 @@ def _csv(frame: pd.DataFrame, path: Path) -> Load:
         own["arrival_s"] = (times - times.min()).dt.total_seconds()
     known = own.apply(pd.to_numeric, errors="coerce")
     if columns[0] != TRACE_COLUMNS[0][0]:
-        # Requests that failed have no answer: there is nothing to serve.
+        # Failed requests have no output and are skipped.
         kept = ~((known["output"] < 1) | (known["prompt"] < 1))
         own, known = own[kept], known[kept]
     return _checked(known, own, path)
 
 
 def _checked(known: pd.DataFrame, said: pd.DataFrame, path: Path) -> Load:
-    """A load of the columns of :data:`TRACE_COLUMNS`, in the order of the arrivals."""
+    """Return a load, sorted by arrival, or refuse the first invalid row."""
     whole = (known[["prompt", "output"]] % 1 == 0).all(axis=1)
     enough = (known[["prompt", "output"]] >= 1).all(axis=1)
     finite = np.isfinite(known.to_numpy(float)).all(axis=1)
     good = (finite & whole & enough & (known["arrival_s"] >= 0)).to_numpy()
     if not good.all() or not len(known):
         row = int(np.flatnonzero(~good)[0]) if len(known) else -1
-        shown = said.iloc[row].to_dict() if len(known) else "there is none"
+        shown = said.iloc[row].to_dict() if len(known) else "the trace is empty"
         raise DatasetError(
-            f"row {row + 1} is no request: {shown}",
+            f"row {row + 1} is not a request: {shown}",
             where=str(path),
-            hint="arrivals in seconds from 0, whole tokens of prompt and output",
+            hint="arrivals are seconds from 0, prompt and output whole numbers of tokens",
         )
     # Stable, so that requests with equal arrival times keep the order of the file.
     rows = known.sort_values("arrival_s", kind="stable")
@@ -297,7 +298,7 @@ def _mooncake(rows: Sequence[dict[str, Any]], path: Path) -> Load:
 
 
 def _benchmark(data: dict[str, Any], path: Path) -> Load:
-    """Lengths, and the rate or concurrency that the benchmark was run with."""
+    """Return a load of the lengths, and the rate or concurrency, of a benchmark run."""
     lengths = {"prompt": data["input_lens"], "output": data["output_lens"]}
     frame = pd.DataFrame({"arrival_s": 0.0, **lengths})
     frame = frame[frame["output"] >= 1].reset_index(drop=True)
@@ -310,24 +311,24 @@ def _benchmark(data: dict[str, Any], path: Path) -> Load:
     limit = int(data.get("max_concurrency") or 0)
     if limit and np.isfinite(rate):
         raise DatasetError(
-            f"request_rate={rate:g} and max_concurrency={limit} are loads of their own",
+            f"request_rate={rate:g} and max_concurrency={limit} cannot be combined",
             where=str(path),
-            hint="leave one of them out of the file",
+            hint="remove one of them from the file",
         )
     return Load(load.prompts, load.outputs, load.arrivals, limit)
 
 
 def is_open(spec: LoadSpec, load: Load) -> bool:
-    """Whether requests come at times of their own, over some time."""
+    """Return whether arrivals are independent of the engines and spread over time."""
     return spec.kind in ("trace", "open-poisson") and load.rate > 0.0
 
 
 def load_of(deployment: Deployment, load: Load) -> Load:
-    """A load as a deployment sees it, with what its cache has already of each prompt.
+    """Return the load as a deployment sees it, with the cached prefix of each prompt.
 
     Raises:
-        PlanError: The load lacks what the router looks at, says itself what the cache has, or has
-            prompts that do not fit a pass and may not be cut.
+        PlanError: The load lacks the block hashes that the router needs, has block hashes besides
+            a given hit rate, or has prompts that exceed a pass and may not be chunked.
     """
     options = deployment.options
     budget = options.token_budget or framework_defaults(deployment.framework).policy.token_budget
@@ -336,51 +337,50 @@ def load_of(deployment: Deployment, load: Load) -> Load:
         raise PlanError(
             f"a prompt has {longest} tokens, a pass at most {budget}",
             where="whole prompts",
-            hint="a larger token budget, or prompts that may be cut",
+            hint="use a larger token budget, or chunked prefill",
         )
     router = options.router
     if router not in ROUTERS:
-        raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
+        raise PlanError(f"router {router!r} is not known", hint=", ".join(ROUTERS))
     if not options.prefix_cache:
         load = replace(load, blocks=())
     if router == "prefix-aware" and not load.blocks:
         raise PlanError(
-            "a prefix-aware router needs a prefix cache and a trace that says what its prompts "
-            "share",
+            "a prefix-aware router needs a prefix cache and a trace with block hashes",
             where="router",
-            hint="a Mooncake trace with hash_ids, or the router least-loaded",
+            hint="use a Mooncake trace with hash_ids, or the router least-loaded",
         )
     if not options.prefix_hits:
         return load
     if load.blocks:
         raise PlanError(
-            "the trace says itself what its prompts have in common",
+            "the shared prefixes of the prompts are in the trace already",
             where="prefix_hits",
-            hint="leave the hit rate out",
+            hint="omit the hit rate",
         )
     return replace(load, hits=(load.prompts * options.prefix_hits).astype(int))
 
 
 def tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tuple[str, ...]:
-    """What a rate over the whole run says of an open load that is kept up with."""
+    """Return a note on why the throughput over a whole run is below the offered rate."""
     if not is_open(spec, load):
         return ()
     count, last = len(load.prompts), float(load.arrivals.max())
     offered, seen = spec.rate or load.rate, count / run.makespan
     if seen > (1.0 - RATE_TIE) * offered:
         return ()
-    # Few random gaps do not add up to the rate that they are drawn at.
+    # The mean rate of a few random gaps differs from the requested rate.
     drawn = f" ({load.rate:.3g} as drawn)" if f"{load.rate:.3g}" != f"{offered:.3g}" else ""
-    kept = "more than the engines keep up with" if saturated else "which the engines keep up with"
+    kept = "more than the engines can sustain" if saturated else "which the engines sustain"
     return (
-        f"{offered:.3g} requests/s are offered{drawn}, {kept}; {seen:.3g} requests/s are over "
-        f"the whole run, whose last {run.makespan - last:.3g} of {run.makespan:.3g} s are the tail "
-        "after the last request was sent",
+        f"the offered rate is {offered:.3g} requests/s{drawn}, {kept}; {seen:.3g} requests/s is "
+        f"the mean over the whole run, including the last {run.makespan - last:.3g} of "
+        f"{run.makespan:.3g} s after the last request was sent",
     )
 
 
 def context_note(context: int, load: Load) -> tuple[str, ...]:
-    """What a checkpoint of a known context does not take of a load."""
+    """Return a note on the requests of a load that exceed a checkpoint's context length."""
     lengths = load.prompts + load.outputs
     beyond = int((lengths > context).sum())
     if not context or not beyond:

@@ -1,4 +1,4 @@
-"""What is predicted of a deployment under a load, as plain data, and what its notes tell."""
+"""Prediction of a deployment under a load: figures with intervals, notes and JSON form."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class ServingPrediction:
     """Latencies, throughput and memory of a deployment under a load.
 
     Attributes:
-        deployment: What serves.
+        deployment: The engines.
         spec: The load.
-        load: Its requests.
-        run: What became of them on the engines, whose clock nothing learned of first tokens is in.
-        seen: Their latencies, those that ``figures`` are of.
-        clock: Factor on times of the run, by which a closed loop keeps those latencies.
+        load: Requests of the load.
+        run: Simulated times of the requests, without the learned factor on times to first token.
+        seen: Latencies of the requests with that factor; ``figures`` summarizes them.
+        clock: Factor on times of the run that makes a closed loop consistent with ``seen``.
         figures: Seconds with their intervals by ``metric/level``, such as ``ttft/p99``,
             ``ttft/mean`` and ``ttft/std``.
         requests_per_s: Throughput with its interval.
-        tokens_per_s: Output tokens a second of all engines, with its interval.
-        good: Share of the requests that keep the SLO, with its interval.
+        tokens_per_s: Output tokens per second of all engines, with its interval.
+        good: Share of the requests that meet the SLO, with its interval.
         slo: The SLO.
-        memory: Bytes of a device of an engine that decodes, by use; parts of the cache come last.
-        cache_tokens: Tokens that the cache of an engine holds.
-        queued: Share of the time to the first token that is waiting for other requests.
-        known: What is known of the deployment (docs/serving.md).
-        notes: What lies outside of what was measured.
+        memory: Bytes per device of a decode engine, by use; parts of the KV cache come last.
+        cache_tokens: Tokens that fit into the KV cache of an engine.
+        queued: Share of the time to the first token that is spent waiting for other requests.
+        known: How closely measured runs resemble the deployment (docs/serving.md).
+        notes: Assumptions, and what lies outside the measured runs.
         states: Means over time of caches, queues and batches; empty without histories.
-        energy: Joules of all devices over the run; ``None`` where a power limit is not known.
-        overload: How likely an open load is more than the engines serve, so that queues grow
-            without end.
+        energy: Joules of all devices over the run; ``None`` if a power limit is unknown.
+        overload: Probability that an open load exceeds the engines' maximum throughput, so that
+            queues grow without limit.
     """
 
     deployment: Deployment
@@ -62,10 +62,10 @@ class ServingPrediction:
     overload: float = 0.0
 
     def dollars(self, price: float) -> dict[str, Interval]:
-        """Of a million output tokens and of a request: an hour of all devices over those in it.
+        """Return the cost in dollars of a million output tokens and of a request.
 
         Args:
-            price: Dollars of a device and hour; 0 for none, of which nothing follows.
+            price: Dollars per device hour; 0 for an unknown price, for which nothing is returned.
         """
         if not price:
             return {}
@@ -80,7 +80,7 @@ class ServingPrediction:
         }
 
     def joules(self) -> dict[str, Interval]:
-        """Energy of a request and of an output token; empty where power is not known."""
+        """Return joules per request and per output token; empty if power is unknown."""
         if self.energy is None:
             return {}
         load = self.load
@@ -88,10 +88,10 @@ class ServingPrediction:
         return {name: self.energy.times(1.0 / count) for name, count in parts.items()}
 
     def to_dict(self, price: float = 0.0) -> dict[str, object]:
-        """Plain data in the terms of ``vllm bench serve``, with ends of intervals.
+        """Return JSON data under the names of ``vllm bench serve``, with interval bounds.
 
         Args:
-            price: Dollars of a device and hour; 0 for none.
+            price: Dollars per device hour; 0 if unknown.
         """
         load, count = self.load, self.load.count
         prompts, outputs = (round(float(own @ load.counts)) for own in (load.prompts, load.outputs))

@@ -1,4 +1,4 @@
-"""A load as the engines of a deployment serve it, by estimate."""
+"""A simulated run of a load on the engines of a deployment."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .serving_load import is_open
 
 @dataclass(frozen=True)
 class Simulated:
-    """A load as engines serve it under learned effects.
+    """A load simulated at the learned costs.
 
     Attributes:
-        asked: What serves, as it was asked for.
-        deployment: The same with what was measured of one's own stack.
+        asked: The deployment as given by the user.
+        deployment: The deployment, calibrated to the user's own serving stack if it was measured.
         spec: The load.
-        load: Its requests.
-        context: Levels of the deployment that effects are learned on.
+        load: Requests of the load.
+        context: Levels of the deployment in the model's random effects.
         stations: The engines.
-        delay: Seconds between sending a request and an engine's queue.
-        run: What became of the requests.
+        delay: Seconds from sending a request until it enters an engine's queue.
+        run: Simulated times of the requests.
         first: Factor on times to the first token.
-        floor: Least times of the requests.
+        floor: Lower limits of request times, from data sheets.
         seen: Latencies as users see them.
     """
 
@@ -52,21 +52,21 @@ class Simulated:
 
     @property
     def queued(self) -> float:
-        """Share of the time to the first token that is waiting for other requests."""
+        """Share of the time to the first token that is spent waiting for other requests."""
         return queued_share(self.load, self.run)
 
     @cached_property
     def room(self) -> float:
-        """What the engines serve at most over what is offered; infinite where nothing queues up."""
+        """Maximum throughput over the offered rate; infinite for loads that are not open."""
         if not is_open(self.spec, self.load):
             return inf
         return capacity(self.load, *self.stations) / (self.spec.rate or self.load.rate)
 
     @cached_property
     def link_room(self) -> float:
-        """What the links behind workers of prompts move at most over what is offered.
+        """Maximum rate of KV cache transfers from prefill workers over the offered rate.
 
-        Infinite where nothing queues up or moves.
+        Infinite for loads that are not open and where no cache is transferred.
         """
         move, prefill = cache_transfer(self.deployment), self.deployment.prefill
         if prefill is None or not is_open(self.spec, self.load):
@@ -81,35 +81,36 @@ class Simulated:
 
     @property
     def span(self) -> float:
-        """Seconds that the load takes, with the requests that those of a closed loop stand for.
+        """Seconds that the whole load takes, including requests that were not simulated one by one.
 
-        Of a loop whose requests nobody counts as many are in flight until its end (Little's law).
+        A closed loop without a given number of requests keeps its concurrency to the end
+        (Little's law).
         """
         times, load = self.run.finished - self.run.sent, self.load
         if not load.concurrency:
             return self.run.makespan
         whole = float(times @ load.counts) / load.concurrency
         if self.spec.count:
-            # The last ones run beside fewer and fewer others.
+            # As the last requests finish, fewer and fewer are in flight.
             whole += self.run.makespan - float(times.sum()) / load.concurrency
         return whole * self.clock
 
     @property
     def clock(self) -> float:
-        """Factor on the run's clock: what makes requests longer makes fewer of a loop's come."""
+        """Factor on simulated times: in a closed loop, longer requests also mean fewer of them."""
         if not self.load.concurrency:
             return 1.0
         times = self.run.finished - self.run.sent
         return self.seen.figure("e2e", "mean") / float(np.average(times, weights=self.load.counts))
 
     def seconds(self, metric: str) -> float:
-        """Mean of one of :data:`opcast.models.serving.model.METRICS`."""
+        """Return the mean of one of :data:`opcast.models.serving.model.METRICS`, in seconds."""
         if metric == "per_token":
             return self.span / self.output_tokens
         return self.seen.figure(metric, "mean")
 
     def shares(self, metric: str) -> np.ndarray:
-        """Shares of the classes of cost and of the request itself in a metric, adding up to 1."""
+        """Return the shares of a metric by cost class, the request's last; they add up to 1."""
         first, later = np.append(self.run.waits, self.delay), np.append(self.run.tokens, 0.0)
         if metric == "per_token":
             parts = first + later if self.load.concurrency else np.append(self.run.busy, 0.0)
@@ -119,7 +120,7 @@ class Simulated:
         return parts / total if total > 0.0 else np.full(len(parts), 1.0 / len(parts))
 
     def again(self, slower: float) -> Run:
-        """The same load served by engines that are slower by a factor."""
+        """Simulate the same load on engines that are slower by a factor."""
         return run_load(self.deployment, self.load, self.stations, self.delay, slower, record=False)
 
 
@@ -132,7 +133,7 @@ def run_load(
     *,
     record: bool,
 ) -> Run:
-    """Serve a load by engines that are slower than their costs by a factor."""
+    """Simulate a load on engines that are slower than their costs by a factor."""
     engines = [replace(s, weights=s.weights * slower) for s in stations]
     return run_fleet(
         load,

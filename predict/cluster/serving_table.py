@@ -1,7 +1,7 @@
-"""Tables of measured serving: a row's columns in, the model, engine and load that it means out.
+"""Reader of measured serving tables: converts a row to a deployment, a load and measurements.
 
-A row says what was served, by which engine on what, under which load; where its source measured
-them, latencies and throughput. The columns are those of published tables (docs/serving.md).
+A row specifies the model, the engine, its devices and the load, and holds the latencies and the
+throughput that its source measured. Columns are those of published tables (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -33,24 +33,31 @@ from .serving_load import WAVES, draw
 
 #: Kinds of load.
 LOADS = ("closed", "open", "open-poisson", "offline", "static-batch", "trace", "single-stream")
-#: What may be measured, with its unit as the suffix says.
+#: Measured columns, with their units as suffixes.
 ANSWERS = ("ttft_ms", "tpot_ms", "itl_ms", "out_tok_s", "j_per_tok", "power_w")
-#: Most requests of an engine that are simulated of loads that are no closed loops.
+#: Maximum requests per engine to simulate, except for closed loops.
 MOST_REQUESTS = 3000
-#: Requests a second from which all are sent at once.
+#: Rate (requests/s) from which all requests are considered sent at once.
 UNLIMITED = 1e4
+#: Fraction of device memory that weights may use where a table gives no plan and throughput is
+#: measured; engineering estimate.
+_ROOMY = 0.6
+#: Numbers of ranks to try for a worker whose row gives no plan.
+_RANKS = (2, 4, 8, 16, 32, 64)
+#: Sizes that only models with experts have.
+_OF_EXPERTS = ("top_k", "shared_experts", "dense_layers", "dense_ff")
 
 
 @dataclass(frozen=True)
 class ServingRow:
-    """A row: what is asked, as users ask it, and what was measured.
+    """A row: a deployment under a load, and what was measured.
 
     Attributes:
-        id: Of the row.
-        deployment: What serves.
+        id: Identifier of the row.
+        deployment: The deployment.
         spec: The load.
-        group: Models of equal shape, as the table names them.
-        measured: Answers that the row gives, by names of :data:`ANSWERS`.
+        group: Name of the group of models of equal shape, as in the table.
+        measured: Measured values by names of :data:`ANSWERS`.
     """
 
     id: str
@@ -60,19 +67,19 @@ class ServingRow:
     measured: dict[str, float]
 
     def closed_output(self) -> float:
-        """Mean tokens of an output of a closed loop; 0 of other loads."""
+        """Return the mean output tokens of a closed loop; 0 for other loads."""
         return float(draw(self.spec).outputs.mean()) if self.spec.concurrency else 0.0
 
 
 def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
-    """A row of a table of serving.
+    """Convert a row of a serving table.
 
     Args:
         row: Cells by column.
-        folder: That its trace is in.
+        folder: Folder of the row's trace.
 
     Raises:
-        OpcastError: The row says something that cannot be expressed; the message says what.
+        OpcastError: The row cannot be represented; the message gives the reason.
     """
     cell = Cells(row)
     framework, chunked = framework_of(cell.text("framework")), cell.text("chunked_prefill").lower()
@@ -96,7 +103,7 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
             chunked=chunked.startswith("yes") if chunked.startswith(("yes", "no")) else None,
             accepted=accepted,
             drafts=ceil(accepted) - 1,
-            # Benchmarks of random prompts turn off what could not be found again.
+            # Benchmarks with random prompts disable the prefix cache, which could not hit.
             prefix_cache=False,
         ),
         version=_version(cell, spec),
@@ -115,15 +122,15 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
 def serving_rows(
     table: pd.DataFrame, folder: Path = Path()
 ) -> tuple[list[ServingRow | None], list[str]]:
-    """Rows of a table of serving, and for each that cannot be expressed why.
+    """Convert the rows of a serving table, and give the reason for each that cannot be represented.
 
-    Of engines behind workers that run prompts alone, what no column says is how many sequences they
-    were started for: where recipes size them (``sized``), the power of two below what the most
-    requests of a series give a rank. Ranks with sequences of their own have more room than that.
+    No column holds the batch limit of decode engines behind prefill workers. Where recipes size
+    them for the load (``sized``), it is taken as the power of two at or below the highest
+    concurrency per engine in a series. Data-parallel ranks have more room than that.
 
     Args:
-        table: As :func:`~.case_table.read_cases` gives.
-        folder: That its traces are in.
+        table: Result of :func:`~.case_table.read_cases`.
+        folder: Folder of the traces.
     """
     rows, reasons = read_rows(table, partial(serving_row, folder=folder))
     series: dict[Hashable, list[int]] = {}
@@ -142,17 +149,17 @@ def serving_rows(
 
 
 def _is_sized(row: ServingRow) -> bool:
-    """Whether a row's decoding engines were started for its load, without a limit that it says."""
+    """Return whether a row's decode engines were sized for its load without a given limit."""
     own = row.deployment
     apart = own.prefill is not None and own.engine.plan.dp == 1 and row.spec.concurrency > 0
     return apart and framework_defaults(own.framework).sized and not own.options.max_batch
 
 
 def served_model(cell: Cells) -> ServedModel:
-    """The model of a row: of the sizes that the row gives, or those of its name.
+    """Return the model of a row, from the sizes in the row or else from the model's name.
 
     Raises:
-        PlanError: Its sizes or formats are unknown, or do not make a model.
+        PlanError: Sizes or formats are unknown or inconsistent.
     """
     name, note = cell.text("model"), cell.text("attention_note")
     known, linear, recurrence = plain_name(name), 0, None
@@ -184,7 +191,7 @@ def served_model(cell: Cells) -> ServedModel:
 
 
 def _row_sizes(cell: Cells, note: str) -> JsonObject:
-    """Sizes that a row gives, fields of a workload."""
+    """Return the model sizes in a row, as fields of a workload."""
     noted = noted_sizes(note, latent=cell.flag("mla", False))
     sizes: dict[str, Any] = {"heads": 1, "kv_heads": 0, "d_ff": 0, **cell.sizes(), **noted}
     if "kv_lora" in noted:
@@ -195,7 +202,7 @@ def _row_sizes(cell: Cells, note: str) -> JsonObject:
         sizes["window_share"] = noted_share("window_share", note) or 1.0
     if not sizes.get("experts"):
         return {k: v for k, v in sizes.items() if k not in _OF_EXPERTS}
-    # Layers without experts: where they stand in the model does not matter to its time.
+    # Dense layers of a model with experts; their position does not affect its time.
     if share := noted_share("with_experts", note):
         sizes["dense_layers"] = round(sizes["layers"] * (1.0 - share))
     if sizes.get("dense_layers"):
@@ -203,21 +210,17 @@ def _row_sizes(cell: Cells, note: str) -> JsonObject:
     return {**sizes, "d_ff": cell.count("moe_d_ff", 0) or sizes["d_ff"]}
 
 
-#: Sizes that only models with experts have.
-_OF_EXPERTS = ("top_k", "shared_experts", "dense_layers", "dense_ff")
-
-
 def _version(cell: Cells, spec: LoadSpec) -> str:
-    """Version of the engine; empty for the newest.
+    """Return the version of the engine; empty for the newest.
 
-    Whole batches without a version are of engines before they were rewritten.
+    Static batches without a version were run on engines from before their rewrite.
     """
     said = cell.text("framework_version")
     return said if said[:1].isdigit() else "0" if spec.batch else ""
 
 
 def _plan(cell: Cells, model: ServedModel, prefix: str = "") -> EnginePlan | None:
-    """Plan of the workers whose columns have a prefix; ``None`` if the row says nothing of it."""
+    """Return the plan in columns with a prefix; ``None`` if the row has none."""
     if not cell.text(f"{prefix}tp"):
         return None
     tp, pp = cell.count(f"{prefix}tp", 1), max(1, cell.count(f"{prefix}pp", 1))
@@ -226,10 +229,10 @@ def _plan(cell: Cells, model: ServedModel, prefix: str = "") -> EnginePlan | Non
     if not model.workload.experts:
         return EnginePlan(tp=tp, pp=pp, dp=dp, moe_tp=tp * dp)
     if moe_tp * ep > tp * dp:
-        # Some tables count the tensor-parallel ranks of attention alone.
+        # In some tables, tp counts only the tensor-parallel ranks of attention.
         dp = max(1, moe_tp * ep // tp)
     if model.workload.heads % tp:
-        # Heads that do not share out stay whole: the table counts all ranks as tp.
+        # Heads cannot be split evenly, so attention is data parallel and tp counts all ranks.
         tp, dp = 1, tp * dp
     if not moe_tp and not ep and dp == 1 and meaning("apart_as_tp", cell.text("note")):
         tp, dp = 1, tp
@@ -253,32 +256,26 @@ def _workers(cell: Cells, model: ServedModel) -> tuple[Workers, Workers | None]:
     devices = cell.count("n_gpus", 0)
     if plan is None:
         if not devices:
-            raise PlanError("neither tp nor n_gpus say how the model is spread", hint="give tp")
-        # Tensor parallelism over all devices of a box is what engines do by default.
+            raise PlanError("the row has neither tp nor n_gpus", hint="give tp")
         plan = _filled(cell, model, devices)
     plain = not model.workload.experts
-    # How tables count the ranks of experts differs.
+    # Tables differ in whether n_gpus includes the dp ranks of models with experts.
     least = plan.tp * plan.pp * (plan.dp if plain else 1)
     if 0 < devices < least:
         raise PlanError(f"n_gpus={devices}, but tp, pp and dp spread the model over {least}")
     if plain and plan.dp > 1:
-        # Data parallelism without experts is so many engines.
+        # Without experts, data parallelism means independent engines.
         one = EnginePlan(tp=plan.tp, pp=plan.pp, moe_tp=plan.tp)
         return Workers(one, plan.dp), None
     replicas = devices // plan.devices if devices > plan.devices else 1
     return Workers(plan, replicas), None
 
 
-#: Share of a device's memory that weights may take where a table does not say how a model is spread
-#: and throughput is what counts; engineering estimate.
-_ROOMY = 0.6
-
-
 def _filled(cell: Cells, model: ServedModel, devices: int) -> EnginePlan:
-    """Plan of a row that says nothing of it.
+    """Return the plan to assume for a row that gives none.
 
-    Tensor parallelism over all devices is what engines do by default; where throughput is asked
-    for, as of whole queues and of rates, the fewest ranks that leave room for a cache are.
+    By default engines use tensor parallelism over all devices. For throughput benchmarks (offline
+    and open loads) it is the fewest ranks that leave room for a KV cache.
     """
     pp = max(1, cell.count("pp", 1))
     dp = max(1, cell.count("dp", 1))
@@ -293,29 +290,25 @@ def _filled(cell: Cells, model: ServedModel, devices: int) -> EnginePlan:
 def _roomy(
     cell: Cells, model: ServedModel, plan: EnginePlan, ranks: Iterable[int], share: float = _ROOMY
 ) -> int:
-    """First of some numbers of ranks whose weights leave room for a cache; 0 for none."""
+    """Return the first number of ranks that leaves room for a KV cache; 0 if none does."""
     most = share * find_typed(cell.text("device")).usable_bytes
     return next((n for n in ranks if model.weight_bytes(plan) / n <= most), 0)
 
 
-#: Ranks of a worker whose row does not say how the model is spread.
-_RANKS = (2, 4, 8, 16, 32, 64)
-
-
 def _pool(plan: EnginePlan, cell: Cells, model: ServedModel, prefix: str) -> Workers:
-    """Workers of one kind, of two that share the requests.
+    """Return the prefill or decode workers of a row with separate prefill workers.
 
     Raises:
-        PlanError: Nothing says how many they are: of two, each takes half of what one does.
+        PlanError: The row does not give their number.
     """
     if plan.devices == 1 and not _roomy(cell, model, plan, (1,), 1.0):
-        # Tables that lost the plan give ones; the fewest devices that leave room for a cache.
+        # The table lost the plan (all ones): assume the fewest devices with room for a cache.
         ranks = _roomy(cell, model, plan, _RANKS) or 1
         plan = EnginePlan(tp=ranks, moe_tp=ranks)
     count = cell.count(f"{prefix}workers", 0) or cell.count(f"n_{prefix}gpus", 0) // plan.devices
     if not count:
         raise PlanError(
-            "how many workers share the requests is not said",
+            "the number of workers is not given",
             hint=f"give {prefix}workers or n_{prefix}gpus",
         )
     if plan.dp > 1 and plan.ep == 1:
@@ -324,7 +317,7 @@ def _pool(plan: EnginePlan, cell: Cells, model: ServedModel, prefix: str) -> Wor
 
 
 def _means(cell: Cells) -> tuple[float, float]:
-    """Mean tokens of a prompt and of an output."""
+    """Return the mean tokens of a prompt and of an output."""
     prompt = cell.number("isl_mean", cell.number("isl"))
     output = cell.number("osl_mean", cell.number("osl"))
     if not prompt >= 1 or not output >= 1:
@@ -335,7 +328,7 @@ def _means(cell: Cells) -> tuple[float, float]:
 def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
     kind = cell.text("load").lower()
     if kind not in LOADS:
-        raise PlanError(f"a load {kind!r} is not known", hint=", ".join(LOADS))
+        raise PlanError(f"load {kind!r} is not known", hint=", ".join(LOADS))
     trace = cell.text("trace")
     if trace and kind in ("trace", "open"):
         file = folder / trace
@@ -345,9 +338,9 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
     concurrency = cell.count("concurrency", 0)
     count = cell.count("n_requests", 0)
     if kind in ("closed", "static-batch") and concurrency < 1:
-        raise PlanError(f"a load {kind} has a concurrency", hint="give concurrency")
+        raise PlanError(f"load {kind} needs a concurrency", hint="give concurrency")
     if kind == "single-stream" or (kind == "offline" and 0 < concurrency < count):
-        # All requests at hand, but so many in flight at a time.
+        # All requests are available at once, but concurrency limits those in flight.
         kind, concurrency = "closed", max(concurrency, 1)
     words, means = cell.text("length_dist"), _means(cell)
     spread = _spread(words)
@@ -359,7 +352,7 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
     if kind == "static-batch":
         return replace(own, batch=concurrency)
     if kind == "closed":
-        # Longer loops are as those of the default length, but for a start that counts less.
+        # Longer loops only reduce the weight of the start; simulate the default length.
         count = max(concurrency, min(count, WAVES * concurrency)) if count else 0
         return replace(own, concurrency=concurrency, count=count)
     rate = cell.number("request_rate", 0.0) if kind.startswith("open") else 0.0
@@ -368,11 +361,11 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
 
 
 def _lengths(mean: float, spread: float) -> str:
-    """A distribution of lengths.
+    """Return a length distribution as text.
 
     Args:
-        mean: Of the lengths.
-        spread: Lowest over highest; 1 for equal ones.
+        mean: Mean length in tokens.
+        spread: Shortest over longest length; 1 for equal lengths.
     """
     if spread >= 1.0:
         return str(max(1, round(mean)))
@@ -381,7 +374,7 @@ def _lengths(mean: float, spread: float) -> str:
 
 
 def _spread(text: str) -> float:
-    """Lowest over highest length of a distribution, by its words."""
+    """Return the shortest over the longest length of a distribution described in words."""
     if "uniform 1..nominal" in text:
         return 0.0
     found = re.search(r"uniform ([\d.]+)\.\.", text)

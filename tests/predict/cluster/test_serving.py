@@ -139,7 +139,7 @@ def test_ends_of_a_closed_loop_keep_to_littles_law(predictor: ServingPredictor) 
         for level in ("mean", "p50", "p90", "p99"):
             assert made.figures[f"ttft/{level}"].hi <= made.figures[f"e2e/{level}"].hi
             assert made.figures[f"tpot/{level}"].hi * 63 <= 1.05 * made.figures[f"e2e/{level}"].hi
-    assert any("prompts on workers of their own" in note for note in wide.predict(two, SPEC).notes)
+    assert any("separate prefill workers" in note for note in wide.predict(two, SPEC).notes)
     # All sent at once, the longest ends with the run.
     batch = shipped.predict(PLAIN, LoadSpec(prompt="512", output="64", count=40))
     assert batch.figures["e2e/p99"].hi <= 1.001 * 40 / batch.requests_per_s.lo
@@ -176,10 +176,10 @@ def test_a_rate_over_a_short_run_says_what_was_offered(predictor: ServingPredict
     assert found.requests_per_s.value == pytest.approx(30 / whole) and 30 / whole < 4.9
     (note,) = [note for note in found.notes if "offered" in note]
     assert note.startswith(
-        f"5 requests/s are offered ({30 / last:.3g} as drawn), which the engines keep"
+        f"the offered rate is 5 requests/s ({30 / last:.3g} as drawn), which the engines sustain"
     )
-    assert f"{30 / whole:.3g} requests/s are over the whole run" in note
-    assert f"last {whole - last:.3g} of {whole:.3g} s are the tail" in note
+    assert f"{30 / whole:.3g} requests/s is the mean over the whole run" in note
+    assert f"last {whole - last:.3g} of {whole:.3g} s after the last request" in note
     closed = predictor.predict(PLAIN, SPEC)
     assert not any("offered" in note for note in closed.notes)
 
@@ -199,11 +199,11 @@ def test_closed_loops_with_equal_outputs_say_that_they_stay_in_step() -> None:
         ("1000", "uniform:498:502"),
     ):
         found = asked(prompt, output)
-        (note,) = [note for note in found.notes if "equal lengths" in note]
+        (note,) = [note for note in found.notes if "equal output lengths" in note]
         assert "--output uniform:400:600" in note
     stuck, loose = asked("uniform:900:1100", "500"), asked("uniform:900:1100", "uniform:400:600")
     assert loose.figures["ttft/mean"].value < 0.5 * stuck.figures["ttft/mean"].value
-    assert not any("equal lengths" in note for note in loose.notes)
+    assert not any("equal output lengths" in note for note in loose.notes)
     # The burst at the start alone waits, and decides the mean; half of the others hardly do.
     assert loose.queued > 0.5
     assert not any("saturated" in note for note in loose.notes)
@@ -307,7 +307,7 @@ def test_slos_are_read() -> None:
     assert parse_slo("ttft=500ms,tpot=0.03s,e2e=20s") == Slo(0.5, 0.03, 20.0)
     assert parse_slo("") == Slo()
     for text in ("ttft=-1ms", "speed=3s", "ttft=soon", "ttft=1", "e2e=20000"):
-        with pytest.raises(PlanError, match="is no SLO"):
+        with pytest.raises(PlanError, match="is not an SLO"):
             parse_slo(text)
     with pytest.raises(PlanError, match="SLO: 'ttft' is not of the form key=value"):
         parse_slo("ttft")
@@ -400,7 +400,7 @@ def test_workers_apart_move_caches(predictor: ServingPredictor) -> None:
         open_load = replace(SPEC, prompt="512", concurrency=0, rate=rate, count=200)
         found = predictor.predict(slow, open_load)
         assert found.overload == pytest.approx(overload, abs=0.05)
-    assert any("of what the links between them move at most" in note for note in found.notes)
+    assert any("of what the links between them can transfer" in note for note in found.notes)
     assert found.states["queue_max"] > 10
 
 
@@ -492,7 +492,7 @@ def test_weights_of_4_bits_are_widened_without_units_for_them(predictor: Serving
 
     assert of(narrow, "ttft/mean") == pytest.approx(of(plain, "ttft/mean"), rel=0.05)
     assert of(narrow, "tpot/mean") == pytest.approx(of(whole, "tpot/mean"), rel=0.1)
-    said = "h100-sxm has no units for nvfp4: products widen the weights and run in 16 bits"
+    said = "h100-sxm has no nvfp4 units: matrix products convert the weights and run in 16 bits"
     assert said in narrow.notes and said not in whole.notes
     new = replace(PLAIN, device="b200", model=in_formats(LLAMA, Formats("nvfp4")))
     wide = replace(new, model=in_formats(LLAMA, Formats("bf16")))

@@ -109,7 +109,7 @@ def test_recommended_replicas_keep_the_slo_when_played(predictor: ServingPredict
     assert data["served"] < 0.8 * data["requests"]
     assert data["dollars_per_million_tokens"] == pytest.approx(8e6 / (data["served"] * 256), 0.1)
     assert data["dollars_per_million_tokens_lo"] < data["dollars_per_million_tokens_hi"]
-    assert any("left none for 1 of the replicas" in note for note in data["notes"])
+    assert any("too few devices to start 1 of the replicas" in note for note in data["notes"])
     # Hours hold the steps whose middle lies in them, all of them once.
     assert sum(hour["cost"] for hour in data["by_hour"]) == pytest.approx(data["cost"])
     # Sixty requests a second at the busiest step, not the 45 of the hour's mean; twenty at the end.

@@ -48,26 +48,26 @@ def test_lengths(text: str, mean: float, least: int, most: int) -> None:
 
 @pytest.mark.parametrize("text", ["0", "many", "uniform:5", "uniform:9:3", "geometric:-1", "a:1"])
 def test_lengths_that_are_none(text: str) -> None:
-    with pytest.raises(PlanError, match=r"no distribution of lengths") as refused:
+    with pytest.raises(PlanError, match=r"not a length distribution") as refused:
         parse_lengths(text)
-    assert "an output of 1 where none is generated" in refused.value.hint
+    assert "an output of 1 for embeddings" in refused.value.hint
 
 
 def test_a_deviation_in_tokens_is_not_taken_for_one_of_logarithms() -> None:
-    with pytest.raises(PlanError, match="below a token"):
+    with pytest.raises(PlanError, match="below one token"):
         parse_lengths("lognormal:292:200")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("users=3", "says nothing of a load"),
+        ("users=3", "is not an option of a load"),
         ("rate=1,,count=3", "key=value"),
         ("rate=1,rate=2", "rate is given twice"),
-        ("rate=fast", "no number"),
+        ("rate=fast", "not a number"),
         ("rate=1,concurrency=2", "more than one kind"),
         ("trace=a.csv,prompt=3", "more than one kind"),
-        ("concurrency=4,burstiness=2", "burstiness is that of a rate"),
+        ("concurrency=4,burstiness=2", "burstiness applies only to a rate"),
     ],
 )
 def test_loads_that_are_none(text: str, says: str) -> None:
@@ -129,7 +129,7 @@ def test_traces_that_are_none(tmp_path: Path) -> None:
         read_trace(path)
     for row in ("0,many,2", "0,3,", "-1,3,2", "0,3.5,2", "0,3,0"):
         path.write_text(f"arrival_s,prompt,output\n0,1,1\n{row}\n")
-        with pytest.raises(DatasetError, match="row 2 is no request"):
+        with pytest.raises(DatasetError, match="row 2 is not a request"):
             read_trace(path)
     path.write_text('{"timestamp": 1}\n')
     with pytest.raises(DatasetError, match="cannot be read"):

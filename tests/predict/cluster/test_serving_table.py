@@ -440,7 +440,7 @@ def test_workers_that_nobody_counted_are_refused() -> None:
     own = serving_row({**split, **told}).deployment
     assert own.prefill is not None and (own.prefill.count, own.engine.count) == (1, 3)
     for lacking in told:
-        with pytest.raises(PlanError, match="how many workers share the requests is not said"):
+        with pytest.raises(PlanError, match="the number of workers is not given"):
             serving_row({**split, **told, lacking: None})
 
 

@@ -129,7 +129,8 @@ def wide(plan: str = "dp=32", **options: float | bool) -> ServingCase:
 def test_what_is_assumed_is_said_and_launched() -> None:
     own = deployment_of(wide())
     notes = " ".join(predictor().predict(own, LoadSpec(batch=32, prompt="64", output="2")).notes)
-    assert "of 32 ranks of experts the busiest gets 1.01 times the mean, with 32 copies" in notes
+    said = "the busiest of 32 expert ranks gets 1.01 times the mean load, with 32 redundant experts"
+    assert said in notes
     assert "--no-overlap" in notes
     command = launches(own)["SGLang"].command
     for flag in ("--enable-eplb", "--ep-num-redundant-experts 32", "--enable-two-batch-overlap"):
