@@ -1,6 +1,6 @@
-"""Tables of measured cases: their files, the cells of a row, and what sources say in words.
+"""Tables of measured cases: reading files, typed access to cells, and parsing of free text.
 
-A row is a case, such as a training step or an engine under a load, with what was measured of it.
+A row is a case, such as a training step or an engine under a load, with its measurements.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from ...simulate.step.workload import Workload
 
 logger = logging.getLogger(__name__)
 
-#: What a rule of opcast may raise on sizes that it was not made for.
+#: Exceptions that opcast's rules may raise on sizes that they were not made for.
 FAULTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)
-#: How alike (of 1) a column is to the one that it may be a misspelling of; the default of
-#: ``difflib``, 0.6, takes ``isl`` for ``osl``, 0.8 a ``network_note`` for ``network_scope``.
+#: Similarity (0 to 1) from which a column counts as a misspelling of another; the default of
+#: ``difflib``, 0.6, confuses ``isl`` with ``osl``, and 0.8 ``network_note`` with ``network_scope``.
 _CLOSE = 0.82
-#: Columns of models' sizes: fields of a workload that are numbers or flags.
+#: Columns of model sizes: workload fields that are numbers or flags.
 SIZES = {f.name: str(f.type) for f in fields(Workload) if f.type != "str" and f.name != "batch"}
 
 Row = TypeVar("Row")
 
 
 def case_data() -> Any:
-    """What ``cases.yaml`` holds."""
+    """Return the contents of ``cases.yaml``."""
     return own_data("predict/cluster/cases.yaml")
 
 
 def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
-    """A table of cases from CSV or parquet.
+    """Read a table of cases from CSV or parquet.
 
     Args:
-        path: The file, or several whose rows are put together.
-        what: What the cases are: ``steps`` or ``serving``.
+        path: The file, or several files to concatenate.
+        what: Kind of cases: ``steps`` or ``serving``.
 
     Raises:
-        DatasetError: A file cannot be read, lacks columns, names two rows alike, or states
-            something as measured that is no positive number.
+        DatasetError: A file cannot be read, lacks columns, has duplicate ids, or has a measured
+            value that is not a positive number.
     """
     if not isinstance(path, str | Path):
-        # Columns that a table lacks are of any type, not of its own.
+        # As objects, so that columns missing in one table do not change type.
         tables = [read_cases(own, what).astype(object) for own in path]
         return pd.concat(tables, ignore_index=True)
     file = Path(path)
@@ -73,16 +73,16 @@ def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
         table.insert(0, "id", [f"row{number}" for number in range(len(table))])
     if len(again := table["id"][table["id"].notna() & table["id"].duplicated()]):
         raise DatasetError(
-            f"the id {again.iloc[0]!r} names several rows",
+            f"the id {again.iloc[0]!r} is used by several rows",
             where=str(file),
-            hint="give each row its own, or leave the column out; one run in two rows counts twice",
+            hint="give each row its own id, or omit the column; a duplicated run counts twice",
         )
     check_measured(table, case_data()["measured"][what], str(file))
     return table
 
 
 def _mended(table: pd.DataFrame, column: str) -> bool:
-    """Whether ``cases.yaml`` gives a column that a table lacks to any of its rows."""
+    """Return whether a rule of ``cases.yaml`` supplies a missing column for any row."""
     for rule in case_data()["mended"]:
         if column in rule["cells"] and set(rule["rows"]) <= set(table):
             cells = table[list(rule["rows"])].astype(object).fillna("").astype(str)
@@ -95,11 +95,11 @@ def _mended(table: pd.DataFrame, column: str) -> bool:
 def read_rows(
     table: pd.DataFrame, read: Callable[[Mapping[str, object]], Row]
 ) -> tuple[list[Row | None], list[str]]:
-    """Rows of a table, and for each that cannot be expressed why; empty for the others.
+    """Convert the rows of a table, with the reason for each that fails; empty for the others.
 
     Args:
-        table: From :func:`read_cases`.
-        read: Reads one row.
+        table: Result of :func:`read_cases`.
+        read: Converts one row.
     """
     rows: list[Row | None] = []
     reasons = []
@@ -116,20 +116,20 @@ def read_rows(
 
 
 class _Record(dict[str, object]):
-    """A row that notes which columns are asked for."""
+    """A row that records which columns are accessed."""
 
     def __init__(self, cells: Mapping[str, object], asked: set[str]) -> None:
         super().__init__(cells)
         self._asked = asked
 
     def get(self, name: str, default: object = None) -> object:
-        """The cell of a column, or the default."""
+        """Return the cell of a column, or the default."""
         self._asked.add(name)
         return super().get(name, default)
 
 
 def warn_misspelt(columns: Iterable[str], asked: Collection[str]) -> None:
-    """Warn of columns that nothing asked for, but are close to one that was asked for in vain."""
+    """Warn of unread columns whose names are close to a column that was looked up in vain."""
     own = set(columns)
     lacking = sorted(set(asked) - own)
     for name in sorted(own - set(asked)):
@@ -138,16 +138,16 @@ def warn_misspelt(columns: Iterable[str], asked: Collection[str]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a row has no prediction; one row that opcast fails on does not cost the others."""
+    """Return why a row has no prediction, including internal errors of opcast."""
     if isinstance(error, OpcastError):
         return str(error)
     return f"opcast fails on this row, please report it: {type(error).__name__}: {error}"
 
 
 class Cells:
-    """Cells of a row by type; an empty cell, or no such column, is the default.
+    """Typed access to the cells of a row; an empty or missing cell gives the default.
 
-    Cells that are known to say something else are read as ``cases.yaml`` mends them.
+    Known faults of sources are corrected by the rules ``mended`` of ``cases.yaml``.
     """
 
     def __init__(self, row: Mapping[str, object]) -> None:
@@ -157,7 +157,7 @@ class Cells:
                 self._mended |= {k: self._meant(v) for k, v in fault["cells"].items()}
 
     def _meant(self, cell: object) -> object:
-        """What stands for a cell: itself, or the cell of the column that it names."""
+        """Return a corrected value: a constant, or for ``=name`` the cell of that column."""
         named = isinstance(cell, str) and cell.startswith("=")
         return self._value(str(cell)[1:]) if named else cell
 
@@ -166,15 +166,15 @@ class Cells:
         return None if value is None or value != value or value == "" else value
 
     def text(self, name: str) -> str:
-        """Text of a cell."""
+        """Return a cell as text."""
         value = self._value(name)
         return "" if value is None else str(value)
 
     def number(self, name: str, default: float = float("nan")) -> float:
-        """Number of a cell.
+        """Return a cell as a number.
 
         Raises:
-            DatasetError: It is none.
+            DatasetError: The cell is not a number.
         """
         value = self._value(name)
         try:
@@ -183,16 +183,16 @@ class Cells:
             raise DatasetError(f"{name}={value!r} is not a number", where=self.text("id")) from None
 
     def count(self, name: str, default: int) -> int:
-        """Whole number of a cell."""
+        """Return a cell as an integer."""
         return round(self.number(name, default))
 
     def flag(self, name: str, default: bool) -> bool:
-        """Whether a cell says yes."""
+        """Return a cell as a flag."""
         text = self.text(name).lower()
         return text in ("true", "1", "1.0", "yes") if text else default
 
     def sizes(self) -> dict[str, int | float | bool]:
-        """Sizes of a model, as far as the cells say them."""
+        """Return the model sizes that the row gives."""
         read: dict[str, Callable[[str], int | float | bool]] = {
             "int": lambda name: self.count(name, 0),
             "float": self.number,
@@ -201,21 +201,21 @@ class Cells:
         return {name: read[kind](name) for name, kind in SIZES.items() if self.text(name)}
 
     def meant(self, name: str) -> Any:
-        """What the words of a cell mean, by the patterns of ``cases.yaml`` under its name."""
+        """Return the meaning of a cell's text, see :func:`meaning`."""
         return meaning(name, self.text(name).lower())
 
 
 def meaning(name: str, words: str) -> Any:
-    """What words mean by the patterns under a name of ``cases.yaml``: the first that they have."""
+    """Return the value of the first pattern under a name of ``cases.yaml`` that matches."""
     return next(own for pattern, own in case_data()[name].items() if re.search(pattern, words))
 
 
 def noted_sizes(note: str, *, latent: bool = False) -> dict[str, int]:
-    """Sizes of a model that a note gives, fields of a workload.
+    """Return the model sizes in a note, as fields of a workload.
 
     Args:
         note: The note.
-        latent: Whether attention is latent, even if the note does not say it.
+        latent: Whether attention is latent even if the note does not mention it.
     """
     found, usual = dict[str, int](), case_data()["latent"]
     for name, patterns in case_data()["numbers"].items():
@@ -228,10 +228,10 @@ def noted_sizes(note: str, *, latent: bool = False) -> dict[str, int]:
 
 
 def noted_share(name: str, note: str) -> float | None:
-    """Share of a model's layers that a note gives; ``None`` if it does not.
+    """Return a share of a model's layers from a note; ``None`` if the note has none.
 
     Args:
-        name: Of the share in ``cases.yaml``.
+        name: Name of the share in ``cases.yaml``.
         note: The note.
     """
     for rule in case_data()["shares"][name]:

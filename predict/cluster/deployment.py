@@ -1,4 +1,4 @@
-"""A model, the engines that serve it and how they are told to."""
+"""Deployment: a model, the engines that serve it, and their options."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 
 @dataclass(frozen=True)
 class Workers:
-    """Workers of one kind.
+    """Identical workers.
 
     Attributes:
-        plan: Of each.
-        count: How many; replicas of an engine that prefills and decodes.
-        batch: Most sequences of each of its ranks; 0 for the limit of the deployment.
+        plan: Parallel plan of each worker.
+        count: Number of workers: replicas of an engine, or prefill or decode workers.
+        batch: Batch limit of each rank; 0 for the limit of the deployment.
     """
 
     plan: EnginePlan
@@ -36,27 +36,27 @@ class Workers:
 
     @property
     def devices(self) -> int:
-        """Devices of all of them."""
+        """Devices of all workers."""
         return self.plan.devices * self.count
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model, engines that serve it, and how they are told to.
+    """A model, the engines that serve it, and their options.
 
     Attributes:
-        model: What is served.
+        model: The served model.
         device: Name in the catalogue, or path of a device file.
-        framework: Such as ``vllm``.
-        engine: Workers that decode, and run prompts as well unless ``prefill`` does.
-        prefill: Workers that run prompts alone.
-        options: What else the engines are told.
-        draft: Model that drafts; ``None`` for drafts at no cost, as of n-grams.
-        version: Of the framework; empty for its newest.
-        source: Whose machines these are, as tables of measured serving name them; empty for one's
-            own, if there are runs of it, else an average.
-        cluster: Links of the engines; ``None`` for those of the device's usual machines.
-        context: Tokens of a sequence that the checkpoint allows; 0 if unknown.
+        framework: Serving framework, such as ``vllm``.
+        engine: Workers that decode, and also prefill unless there are prefill workers.
+        prefill: Separate prefill workers, if any.
+        options: Options of the engines.
+        draft: Draft model of speculative decoding; ``None`` for drafts at no cost (n-grams).
+        version: Version of the framework; empty for the newest.
+        source: Owner of the machines, as named in serving tables. Empty for the user's own
+            machines if runs of them were calibrated to, else for an average owner.
+        cluster: Links between the devices; ``None`` for those of the device's usual machines.
+        context: Context length that the checkpoint allows, in tokens; 0 if unknown.
     """
 
     model: ServedModel
@@ -72,24 +72,24 @@ class Deployment:
     context: int = 0
 
     def __post_init__(self) -> None:
-        """Check what belongs together.
+        """Check that model, plan and options fit together.
 
         Raises:
-            PlanError: The model does not generate, the framework does not run on the device, or a
-                figure is out of its range.
+            PlanError: The model does not generate, the framework does not run on the device, or an
+                option is out of range.
         """
         spec = self.spec
         if not runs_on(self.framework, spec.platform, spec.vendor):
             raise PlanError(
-                f"{self.framework} runs on NVIDIA's GPUs alone, not on {spec.name}",
+                f"{self.framework} runs only on NVIDIA GPUs, not on {spec.name}",
                 where="framework",
                 hint=" or ".join(n for n in frameworks() if runs_on(n, spec.platform, spec.vendor)),
             )
         if not self.model.workload.causal:
             raise PlanError(
-                "a model whose tokens see later ones generates nothing",
+                "a model with bidirectional attention generates nothing",
                 where="workload",
-                hint="take a causal one, such as llama",
+                hint="use a causal model, such as llama",
             )
         options = self.options
         hits, drafts = options.prefix_hits, options.drafts
@@ -130,7 +130,7 @@ class Deployment:
         return read_device(self.device)
 
     def text(self) -> str:
-        """Such as ``2 x (tp=4)``, or ``1 x (tp=4) prefill + 2 x (tp=4) decode``."""
+        """Return text such as ``2 x (tp=4)``, or ``1 x (tp=4) prefill + 2 x (tp=4) decode``."""
         own = f"{self.engine.count} x ({self.engine.plan.text()})"
         if self.prefill is None:
             return own
@@ -140,23 +140,23 @@ class Deployment:
     def links(self) -> Cluster:
         """Devices and links of the largest worker."""
         largest = max(w.plan.devices for w in (self.engine, self.prefill) if w)
-        # The device keeps the name that it was given: that of a file is read again from there.
+        # Keep the name or path that the device was given by, so that its file can be read again.
         return self.cluster or replace(joined(self.spec, largest), device=self.device)
 
 
 def on_cluster(
     cluster: str, plan: EnginePlan, replicas: int = 0, prefill: Workers | None = None
 ) -> tuple[str, Workers]:
-    """The device of a cluster, and engines that fill it.
+    """Return the device of a cluster, and the engines that fill it.
 
     Args:
         cluster: Name or file.
-        plan: Of each engine.
-        replicas: Engines; 0 for as many as fit.
-        prefill: Workers of the cluster that run prompts alone.
+        plan: Plan of each engine.
+        replicas: Number of engines; 0 for as many as fit.
+        prefill: Prefill workers on the same cluster.
 
     Raises:
-        PlanError: They do not fit the cluster.
+        PlanError: The engines do not fit the cluster.
     """
     found = find_cluster(cluster)
     taken = prefill.devices if prefill else 0
@@ -173,7 +173,7 @@ def on_cluster(
 
 
 def links_of(cluster: str) -> Cluster | None:
-    """The links of a cluster's file; ``None`` for a cluster of the catalogue.
+    """Return the links in a cluster's file; ``None`` for a cluster of the catalogue.
 
     Args:
         cluster: Name or file; empty for none.
@@ -182,7 +182,7 @@ def links_of(cluster: str) -> Cluster | None:
 
 
 def device_of(given: str) -> str:
-    """A device's canonical name; the path of a file stays, once the file was read.
+    """Return a device's canonical name, or the path of a valid device file unchanged.
 
     Raises:
         DeviceError: The catalogue has no such device, or the file is missing or wrong.
@@ -192,7 +192,10 @@ def device_of(given: str) -> str:
 
 
 def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[EnginePlan, int]:
-    """A plan from text such as ``tp=4,pp=2``, and engines; ``dp`` without experts is engines.
+    """Parse a plan such as ``tp=4,pp=2``; without experts, ``dp`` is the number of engines.
+
+    Returns:
+        The plan, and the number of engines (0 if not given).
 
     Raises:
         PlanError: A name is unknown, or the numbers do not agree.
@@ -203,14 +206,14 @@ def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[Eng
     for name, value in pairs_of(text, "plan", hint).items():
         least = 0 if name == "redundant" else 1
         if name not in known or not value.isdigit() or int(value) < least:
-            raise PlanError(f"'{name}={value}' is no part of a serving plan", hint=hint)
+            raise PlanError(f"'{name}={value}' is not an option of a serving plan", hint=hint)
         found[name] = int(value)
     tp, pp, dp = (found.get(name, 1) for name in ("tp", "pp", "dp"))
     if not model.workload.experts:
         if found.get("ep", 1) > 1 or found.get("moe_tp", tp) != tp or "redundant" in found:
-            raise PlanError(f"{text} spreads experts, the model has none", hint="tp, pp and dp")
+            raise PlanError(f"{text} is for models with experts", hint="use tp, pp and dp")
         if dp > 1 and replicas:
-            raise PlanError(f"{text} and replicas both give engines", hint="one of them")
+            raise PlanError(f"{text} and replicas both set the number of engines", hint="give one")
         return EnginePlan(tp=tp, pp=pp, moe_tp=tp), replicas or (dp if dp > 1 else 0)
     ranks = tp * dp
     ep = found.get("ep", ranks // found["moe_tp"] if "moe_tp" in found else ranks if dp > 1 else 1)
@@ -219,12 +222,12 @@ def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[Eng
 
 
 def engines_of(model: ServedModel, fleet: FleetCase) -> tuple[str, Workers, Workers | None]:
-    """The device, engines that decode, and workers that run prompts alone.
+    """Return the device, the engines that decode, and the prefill workers, if any.
 
-    On a cluster an engine takes all devices by tensor parallelism, unless there is a plan.
+    Without a plan, an engine on a cluster uses tensor parallelism over all devices.
 
     Raises:
-        PlanError: A plan is none, or does not fit the cluster.
+        PlanError: A plan is malformed, or does not fit the cluster.
     """
     apart = None
     if fleet.prefill:
@@ -243,42 +246,41 @@ def engines_of(model: ServedModel, fleet: FleetCase) -> tuple[str, Workers, Work
 
 
 def draft_model(name: str, model: ServedModel, files: bool) -> ServedModel | None:
-    """The model that drafts: none for n-grams, a layer of the model for its own predictions.
+    """Return the draft model; ``None`` for n-grams, one layer of the model itself for ``mtp``.
 
     Args:
-        name: ``ngram``, ``mtp``, or a model's.
-        model: What is served.
-        files: Whether the name may be one of a file.
+        name: ``ngram``, ``mtp``, or the name of a model.
+        model: The served model.
+        files: Whether the name may be a file.
 
     Raises:
-        PlanError: The model is known to have no module that drafts.
+        PlanError: The model is known to have no module for multi-token prediction.
     """
     if name == "ngram":
         return None
     if name == "mtp":
         if model.mtp is False:
             raise PlanError(
-                "the model has no module of multi-token prediction",
+                "the model has no module for multi-token prediction",
                 where="draft",
-                hint="ngram, or the name of a model that drafts",
+                hint="use ngram, or the name of a draft model",
             )
-        # A module of multi-token prediction is one layer with the model's own head (DeepSeek-V3,
-        # 2024, section 2.2).
+        # The module is one layer with the model's output head (DeepSeek-V3, 2024, section 2.2).
         work = replace(model.workload, layers=1, dense_layers=0)
         return replace(model, workload=work, linear_layers=0, bare_layers=0)
     return replace(served_by_name(name, {}, Formats(), files=files), cache=model.cache)
 
 
 def model_of(case: ModelCase, name: str, *, files: bool = False) -> ServedModel:
-    """The model of a case in its formats.
+    """Return the model of a case in its number formats.
 
     Args:
-        case: What is asked.
-        name: Of the model, or with ``files`` its file.
-        files: Whether files are read.
+        case: The model case.
+        name: Name of the model, or with ``files`` its file.
+        files: Whether the name may be a file.
 
     Raises:
-        PlanError: The name, a size, a format or the framework is not known.
+        PlanError: The name, a size, a format or the framework is unknown.
     """
     engine, _ = known_framework(case.framework)
     formats = Formats(
@@ -288,14 +290,14 @@ def model_of(case: ModelCase, name: str, *, files: bool = False) -> ServedModel:
 
 
 def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
-    """What a case deploys.
+    """Return the deployment that a case describes.
 
     Args:
-        case: What is asked.
+        case: The serving case.
         files: Whether models may be files.
 
     Raises:
-        PlanError: A name is not known, figures do not agree, or a plan does not fit the cluster.
+        PlanError: A name is unknown, options do not agree, or a plan does not fit the cluster.
     """
     options, fleet = case.options, case.fleet
     if bool(fleet.cluster) == bool(fleet.device):
@@ -303,12 +305,12 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
     if options.preemption not in ("recompute", "swap"):
         raise PlanError(f"preemption {options.preemption!r}", hint="recompute or swap")
     if not options.drafts and (options.draft != "ngram" or options.accepted > 1.0):
-        raise PlanError("draft and accepted are of drafts", where="draft", hint="give drafts")
+        raise PlanError("draft and accepted need drafts", where="draft", hint="give drafts")
     if not fleet.prefill and (
         fleet.prefill_replicas > 1 or fleet.prefill_batch or options.transfer
     ):
         raise PlanError(
-            "prefill_replicas, prefill_batch and transfer are of workers that run prompts alone",
+            "prefill_replicas, prefill_batch and transfer need prefill workers",
             hint="give prefill",
         )
     name = case.model.workload or str(case.model.hf)
@@ -318,10 +320,9 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
     told = options.overlap is not None or options.expert_skew != EXPERT_SKEW
     if told and not any(w.plan.wide for w in (engine, prefill) if w):
         raise PlanError(
-            f"overlap and expert_skew are of engines with dp and experts on more than {NARROW} "
-            "ranks",
+            f"overlap and expert_skew apply only with dp and experts on more than {NARROW} ranks",
             where="overlap",
-            hint="a plan such as dp=16, or neither of them",
+            hint="use a plan such as dp=16, or omit both",
         )
     found = Deployment(
         model=model,
@@ -341,7 +342,7 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
 
 
 def check_blocks(own: Deployment) -> None:
-    """Refuse a plan whose ranks cut weights within a block of scales.
+    """Refuse a plan whose ranks split weights within a quantization block.
 
     Raises:
         PlanError: The framework does not load such weights.

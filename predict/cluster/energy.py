@@ -1,4 +1,4 @@
-"""Energy of steps and of serving: units at work by the law of power, and waiting for the rest."""
+"""Energy of training steps and of serving, from the board power law."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from ...simulate.serving.load import CLASSES, Load, Run
 from ..operator.prices import work_of
 from .deployment import Deployment
 
-#: Cores that wait for weights draw less than those that multiply: the share of their power is the
-#: utilisation of the matrix unit over that of the memory, times the first, to the second power, and
-#: at most 1. ML.ENERGY's 167 runs of vLLM on 1 to 8 H100, power at their measured throughput: the
-#: law alone reads 6 % too much (median) and errs by 18 % on average, with this by 13 %.
+#: Cores that wait for memory draw less power than busy ones, by the factor
+#: ``min(1, (FEEDING · u_matrix / u_memory) ** FEEDING_POWER)`` with the utilizations ``u`` of the
+#: matrix unit and of memory. Fitted to ML.ENERGY's 167 runs of vLLM on 1 to 8 H100, at their
+#: measured throughput: the power law alone is 6 % too high (median) with a mean error of 18 %, with
+#: this factor the mean error is 13 %.
 _FEEDING, _FEEDING_POWER = 2.3, 0.15
-#: Classes of a pass in which nothing runs on the device, and the one in which its cores poll. While
-#: the host launches kernels, they run one by one.
+#: Cost classes in which the device idles, and the class in which its cores poll. Kernels launched
+#: one by one keep it busy.
 _IDLE, _POLLING = ("host", "sequence"), "network"
 
 
@@ -39,13 +40,14 @@ def step_energy(
     devices: int,
     cap: float = 1.0,
 ) -> Interval | None:
-    """Joules of a step over all its devices; ``None`` where the power limit is unknown.
+    """Return joules of a step over all devices; ``None`` if the power limit is unknown.
 
-    The busiest device stands for all, which overstates energy where stages are unequal.
+    All devices are taken to be as busy as the busiest, which overstates the energy of unequal
+    stages.
 
     Args:
         seconds: Time of all executions of each operator on the busiest device.
-        counts: Executions of each.
+        counts: Executions of each operator.
         computing: Seconds of the step in which a device computes.
         total: Time of the step, with its interval.
         spec: The device.
@@ -61,20 +63,20 @@ def step_energy(
 def serving_energy(
     deployment: Deployment, load: Load, run: Run, total: Interval
 ) -> Interval | None:
-    """Joules of all devices while they serve a load; ``None`` where the power limit is unknown.
+    """Return joules of all devices while they serve a load; ``None`` if no power limit is known.
 
-    Passes read the weights once, of experts those that their tokens reach, and every output token
-    reads the keys and values before it; products count the parameters that are active for a token.
+    A pass reads the dense weights and the experts that its tokens reach once; every output token
+    reads the keys and values of all tokens before it; FLOPs count a token's active parameters.
     Cores poll while they wait for the network, and idle while they wait for the host.
 
     Args:
-        deployment: What serves.
+        deployment: The deployment.
         load: The requests.
-        run: What became of them.
-        total: Seconds from the first request to the last token of all that is asked about, with
-            their interval.
+        run: Simulated times of the requests.
+        total: Seconds from the first request to the last token of the whole load, with their
+            interval.
     """
-    # The run is of some of the requests; what all of them take is in proportion.
+    # Only a part of the requests is simulated; energy is extrapolated in proportion.
     more = load.count / len(load.prompts)
     total = Interval(*(end / more for end in total))
     spec = read_device(deployment.device)
@@ -83,14 +85,14 @@ def serving_energy(
     seconds = dict(zip(CLASSES, run.busy / sum(own.count for own in workers), strict=True))
     idle = sum(seconds[name] for name in _IDLE)
     busy = sum(seconds.values()) - idle - seconds[_POLLING]
-    # Passes of a closed loop take longer than simulated ones where its requests do.
+    # The learned factor on a closed loop's request times makes its passes longer than simulated.
     scale = min(1.0, total.value / max(sum(seconds.values()), 1e-9))
     busy = min(max(busy * scale, 1e-9), total.value)
     idle = total.value - busy - seconds[_POLLING] * scale
     length = (load.prompts + load.outputs).astype(float)
     one = replace(model.workload, batch=1, seq=max(1, round(length.mean())), mode="forward")
     flops = one.model_flops() * len(length)
-    # Half of its output lies before a token on average.
+    # On average half of the output precedes a token.
     before = float((load.outputs * (load.prompts + load.outputs / 2.0)).sum())
     passes = run.iterations * _read_weights(deployment, length.sum() / max(run.iterations, 1))
     moved = passes + before * model.token_bytes(plan) * plan.devices / deployment.options.accepted
@@ -112,7 +114,7 @@ def serving_energy(
 
 
 def _read_weights(deployment: Deployment, tokens: float) -> float:
-    """Bytes of weights that a pass of some tokens reads on all devices of an engine."""
+    """Return bytes of weights read by a pass of some tokens, over all devices of an engine."""
     model, plan = deployment.model, deployment.engine.plan
     parts = model.weight_parts(plan)
     sizes = model.workload

@@ -1,4 +1,4 @@
-"""What one replica of a pool does under load, by simulated runs at shares of what it serves."""
+"""Behavior of one replica of a pool under load, from simulated runs at several utilizations."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from .serving_engine import engine_memory
 from .serving_load import tail_note
 from .serving_run import Simulated
 
-#: Shares of what a replica serves at most that are simulated, and requests of each run, the first
-#: of which meet engines that are still empty: with 600 and all of them, requests in flight of an 8B
-#: model on an H100 near what it serves at most are half of those of 6000.
+#: Utilizations at which a replica is simulated; requests of each run, and those that are evaluated
+#: once the engines have filled: with 600 requests and all of them evaluated, an 8B model on an H100
+#: near maximum throughput has half the requests in flight of a run of 6000.
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
 COUNT, SETTLED = 1500, slice(500, None)
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What one replica of a pool does.
+    """Behavior of one replica of a pool.
 
     Attributes:
-        deployment: What it is.
-        warm: By estimate, and by both ends of the 90 % intervals: fast and slow.
-        cold: The same without what its cache of prompts has; empty without such a cache.
-        start_s: Seconds from its devices to its first request.
-        warm_s: After that, until its cache is filled.
-        known: What is known of it (docs/serving.md).
-        notes: What lies outside of what was measured.
-        powered: Whether the power of its devices is known.
+        deployment: The replica's deployment.
+        warm: Curves at the estimate and at the fast and slow bounds of the 90 % interval.
+        cold: The same without hits in the prefix cache; empty without such a cache.
+        start_s: Seconds from allocated devices to the first request served.
+        warm_s: Seconds from then until the prefix cache is filled.
+        known: How closely measured runs resemble the deployment (docs/serving.md).
+        notes: Assumptions, and what lies outside the measured runs.
+        powered: Whether the power of the devices is known.
     """
 
     deployment: Deployment
@@ -61,24 +61,24 @@ def replica_of(
     notice: float = 0.0,
     seed: int = 0,
 ) -> Replica:
-    """Simulate a replica under some loads.
+    """Simulate a replica over a range of utilizations.
 
     Args:
-        predictor: Of serving.
-        own: The replica.
-        asked: What its model is asked.
-        startup: How it starts.
-        notice: Seconds before an interruption in which requests may end.
-        seed: Of the requests.
+        predictor: Predictor of serving.
+        own: Deployment of the replica.
+        asked: Load of the model.
+        startup: Start-up times.
+        notice: Seconds of notice before an interruption, in which requests may finish.
+        seed: Random seed of the requests.
 
     Raises:
-        PlanError: The model does not fit, or a request.
+        PlanError: The model or a request does not fit into memory.
     """
     prompts, outputs = asked.lengths(COUNT, seed)
     most, found = _runs(predictor, own, prompts, outputs, seed)
     middle = found[len(SHARES) // 2]
     judged = predictor.judge(middle, asked.slo)
-    # How a run of a thousand requests ends says nothing of a week.
+    # The note on the tail of a short run does not apply to a week.
     ended = tail_note(middle.spec, middle.load, middle.run, saturated=judged.overload > 0.5)
     cold: tuple[Curve, ...] = ()
     warm_s = 0.0
@@ -102,7 +102,7 @@ def replica_of(
 
 
 def _loading(own: Deployment) -> float:
-    """Bytes of the weights of all workers, which start at once."""
+    """Return bytes of the weights of all workers, which are loaded at the same time."""
     workers = [w for w in (own.engine, own.prefill) if w]
     return sum(engine_memory(own, w).held * w.devices for w in workers)
 
@@ -114,7 +114,7 @@ def _runs(
     outputs: np.ndarray,
     seed: int,
 ) -> tuple[float, list[Simulated]]:
-    """Requests a second that a replica serves at most, and runs at :data:`SHARES` of it."""
+    """Return the maximum rate of a replica (requests/s), and runs at :data:`SHARES` of it."""
     count = len(prompts)
     times = np.cumsum(np.random.default_rng(seed).exponential(1.0, count))
     times *= count / times[-1]
@@ -135,10 +135,10 @@ def _curves(
     slo: Slo,
     notice: float,
 ) -> tuple[Curve, ...]:
-    """The estimate, and both ends.
+    """Return the curves at the estimate and at both bounds.
 
-    A replica that is slower by a factor does at a share of what it serves what the estimate does at
-    that share, later by the factor: requests come later as well.
+    A replica slower by a factor behaves, at the same utilization, like the estimate with all times
+    (including arrivals) stretched by that factor.
     """
     factors = [predictor.factors(one) for one in found]
     curves = []
@@ -175,7 +175,7 @@ def _point(
     slo: Slo,
     notice: float,
 ) -> tuple[tuple[float, float, float, float], np.ndarray]:
-    """Figures of a curve at one share, and what its requests may wait longer."""
+    """Return a curve's figures at one utilization, and the sorted slack of its requests (s)."""
     first = later = 1.0
     if side is not None:
         outer = (min, max)[side]
@@ -185,7 +185,7 @@ def _point(
     span = found.run.makespan
     joules = serving_energy(found.asked, found.load, found.run, Interval(span, span, span))
     figures = (
-        # Little's law: a rate times a time is how many there are.
+        # Little's law: requests in a state are the rate times the mean time in that state.
         rate * float(whole_s.mean()),
         rate * float(ttft.mean()) * found.queued,
         rate * float(np.maximum(whole_s - notice, 0.0).mean()),

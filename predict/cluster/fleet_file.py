@@ -1,4 +1,4 @@
-"""A fleet as its YAML file describes it: models and their requests, pools, devices they share."""
+"""Reader of a fleet's YAML file: models with their loads, pools of replicas, shared devices."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from .serving_load import parse_lengths, parse_slo, read_traces
 
 T = TypeVar("T")
 
-#: Seconds from weights in memory's reach to the first request: imports, compiled graphs from a
-#: cache, capture and initialisation of Llama 3.1 8B under vLLM on an L40S (Tensorfuse, "Reducing
-#: GPU Cold Start Time when using vLLM", 2025: 34 + 10 + 13 + 7 s; 200 s without kept caches).
+#: Start-up seconds of an engine besides loading weights: imports, compiled graphs from a cache,
+#: graph capture and initialization of Llama 3.1 8B under vLLM on an L40S (Tensorfuse, "Reducing GPU
+#: Cold Start Time when using vLLM", 2025: 34 + 10 + 13 + 7 s; 200 s without caches).
 ENGINE_START_S = 64.0
-#: Hours of a fleet whose requests come at rates, seconds of a step, of which a short trace has a
-#: hundred at least, and most steps that are played.
+#: Hours simulated for loads given as rates; seconds of a time step (a short trace gets at least
+#: 100 steps); maximum number of steps.
 WEEK_H, STEP_S, MOST_STEPS = 168.0, 30.0, 500_000
 
 
 @dataclass(frozen=True)
 class Startup:
-    """How long a replica takes to start.
+    """Start-up times of a replica.
 
     Attributes:
-        seconds: From devices that are there to the first request; 0 to derive it.
-        storage_gbps: GB/s at which a replica reads its weights, for that.
-        engine_s: The engine's own part.
-        provision_s: Until devices are there.
-        warm_s: Until a cache of prompts is filled; 0 for the time that its tokens take to come.
+        seconds: From allocated devices to the first request; 0 to derive it from the other fields.
+        storage_gbps: GB/s at which a replica reads its weights.
+        engine_s: Start-up of the engine besides loading weights.
+        provision_s: Until devices are allocated.
+        warm_s: Until the prefix cache is filled; 0 for the time in which so many tokens arrive.
     """
 
     seconds: float = 0.0
@@ -53,19 +53,19 @@ class Startup:
 
 @dataclass(frozen=True)
 class PoolCase:
-    """Equal replicas of a model; ``case`` is one of them.
+    """A pool of identical replicas of a model; ``case`` describes one of them.
 
     Attributes:
-        name: Of the pool.
+        name: Name of the pool.
         model: Name of the model.
-        case: What a replica is.
-        least: Fewest replicas.
-        most: Most of them.
-        initial: Those at the beginning.
-        price: Dollars of a device and hour; ``None`` if not said.
-        scaling: Policy.
-        startup: How long one takes to start.
-        spot: Interruptions, if any.
+        case: Serving case of a replica.
+        least: Minimum replicas.
+        most: Maximum replicas.
+        initial: Replicas at the start.
+        price: Dollars per device hour; ``None`` if not given.
+        scaling: Scaling policy.
+        startup: Start-up times.
+        spot: Interruptions of spot devices, if any.
     """
 
     name: str
@@ -82,15 +82,15 @@ class PoolCase:
 
 @dataclass(frozen=True)
 class ModelLoad:
-    """What is asked of a model.
+    """Load of a model.
 
     Attributes:
-        name: In the file.
-        case: The model.
-        slo: What its requests have to keep.
-        rates: Requests a second at the beginning of each hour, repeated; empty with a trace.
-        prompt: Tokens of a prompt, of requests at rates.
-        output: Of an output.
+        name: Name in the file.
+        case: Fields of the model case.
+        slo: Latency limits of its requests.
+        rates: Requests/s at the start of each hour, repeated periodically; empty with a trace.
+        prompt: Length distribution of prompts, with rates.
+        output: Length distribution of outputs, with rates.
         trace: Requests of a trace.
     """
 
@@ -103,7 +103,7 @@ class ModelLoad:
     trace: Load | None = None
 
     def arrived(self, steps: int, step: float) -> np.ndarray:
-        """Requests in each step, shape ``(steps,)``; rates are linear between hours."""
+        """Return the requests in each step, shape ``(steps,)``; rates are linear between hours."""
         if self.trace is not None:
             edges = np.arange(steps + 1) * step
             return np.histogram(self.trace.arrivals, edges)[0].astype(float)
@@ -113,7 +113,7 @@ class ModelLoad:
         return rates * step
 
     def lengths(self, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of some of its prompts and outputs."""
+        """Draw lengths of prompts and outputs in tokens, each of shape ``(count,)``."""
         rng = np.random.default_rng(seed)
         if self.trace is None:
             return parse_lengths(self.prompt)(rng, count), parse_lengths(self.output)(rng, count)
@@ -123,17 +123,17 @@ class ModelLoad:
 
 @dataclass(frozen=True)
 class FleetFile:
-    """A fleet and what it is asked.
+    """A fleet and its loads.
 
     Attributes:
-        models: What is served.
-        pools: Replicas, those first that come first where devices are scarce.
-        devices: Devices that pools share, by name; of others there are always enough.
-        hours: How long it is played.
-        step_s: Seconds of a step.
-        asked: Share of the requests that has to keep the SLO, of what is recommended.
-        seed: Of drawn lengths, arrivals and interruptions.
-        files: Whether it stands in a folder, so that what it names may be files.
+        models: The models and their loads.
+        pools: Pools of replicas, in order of priority for scarce devices.
+        devices: Number of devices that pools share, by name; others are unlimited.
+        hours: Simulated hours.
+        step_s: Seconds of a time step.
+        asked: SLO attainment that recommended sizes have to reach.
+        seed: Random seed of lengths, arrivals and interruptions.
+        files: Whether the description lies in a folder and may refer to files.
     """
 
     models: tuple[ModelLoad, ...]
@@ -147,15 +147,15 @@ class FleetFile:
 
     @property
     def steps(self) -> int:
-        """Steps that are played."""
+        """Number of time steps."""
         return max(1, round(self.hours * 3600.0 / self.step_s))
 
 
 def read_fleet(path: Path) -> FleetFile:
-    """Read a fleet's file; traces that it names stand beside it.
+    """Read a fleet file; traces are looked up beside it.
 
     Raises:
-        PlanError: It cannot be read, or something in it is wrong; the message says where.
+        PlanError: The file cannot be read or contains an error; the message gives the place.
         DatasetError: A trace cannot be read.
     """
     try:
@@ -166,15 +166,15 @@ def read_fleet(path: Path) -> FleetFile:
 
 
 def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> FleetFile:
-    """A fleet of a YAML text.
+    """Parse a fleet from YAML text.
 
     Args:
-        text: As docs/fleets.md describes it.
-        where: What messages call it.
-        folder: Where files stand; ``None`` for none, of traces, devices or clusters.
+        text: YAML as described in docs/fleets.md.
+        where: Name of the text in error messages.
+        folder: Folder of traces, device and cluster files; ``None`` to refuse files.
 
     Raises:
-        PlanError: Something in it is wrong; the message says where.
+        PlanError: The text contains an error; the message gives the place.
         DatasetError: A trace cannot be read.
     """
     try:
@@ -200,7 +200,7 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
         raise PlanError(
             f"no pool serves {idle[0]!r}" if idle else f"the trace asks for {stray[0]!r}",
             where=where,
-            hint="a pool with that model, or none of its requests",
+            hint="add a pool with that model, or remove the model",
         )
     spans = [float(model.trace.arrivals.max()) for model in models if model.trace is not None]
     span = max(*spans, 1.0) if spans else 0.0
@@ -216,7 +216,7 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
         devices=_counts(devices, where),
         files=folder is not None,
     )
-    # Figures are of hours, each of which needs a step.
+    # Figures are reported by hour, so each hour needs at least one step.
     good = 0 < found.step_s <= 3600.0 * min(1.0, found.hours) and found.hours < inf
     good = good and 0 < found.asked <= 1 and found.seed >= 0
     if not good or found.hours * 3600.0 / found.step_s > MOST_STEPS:
@@ -232,7 +232,7 @@ def _mapping(
     value: object, where: str, keys: Collection[str] = (), *, empty: bool = False
 ) -> JsonObject:
     if not isinstance(value, dict) or not (value or empty):
-        raise PlanError("here is a mapping needed", where=where, hint="write key: value")
+        raise PlanError("a mapping is needed here", where=where, hint="write key: value")
     for key in value:
         if keys and key not in keys:
             raise PlanError(f"unknown key {key!r}", where=where, hint=meant(str(key), sorted(keys)))
@@ -240,10 +240,10 @@ def _mapping(
 
 
 def _no_files(given: object, where: str) -> None:
-    """Refuse names of files among names of devices and clusters.
+    """Refuse file names where devices and clusters are named.
 
     Raises:
-        PlanError: One is.
+        PlanError: A value is a file name.
     """
     if isinstance(given, dict | list):
         for own in (*given, *(given.values() if isinstance(given, dict) else ())):
@@ -282,20 +282,24 @@ def _model(
     _fields(case, where, ModelCase, asks)
     slo = parse_slo(str(own.get("slo", top.get("slo", ""))))
     if slo == FREE:
-        raise PlanError("what has a request to keep?", where=where, hint="slo: ttft=1s,tpot=50ms")
+        raise PlanError(
+            "the model has no SLO", where=where, hint="give one, such as slo: ttft=1s,tpot=50ms"
+        )
     trace = traces.get(name, traces.get(""))
     if (trace is None) == ("rate" not in own) or (trace is not None and asks & {*own} - {"slo"}):
         raise PlanError(
-            "a model has either rates or a trace",
+            "a model needs either a rate or a trace",
             where=where,
-            hint="rate (with prompt and output), or requests of the fleet and nothing here",
+            hint="give rate (with prompt and output), or requests of the fleet and none of them",
         )
     if trace is not None:
         return ModelLoad(name, case, slo, trace=trace)
     rate = own["rate"] if isinstance(own["rate"], list) else [own["rate"]]
     if not all(type(r) in (int, float) and 0 <= r < inf for r in rate) or not sum(rate):
         raise PlanError(
-            f"rate={own['rate']!r}", where=where, hint="requests a second, one or one an hour"
+            f"rate={own['rate']!r}",
+            where=where,
+            hint="requests per second, one number or one for each hour",
         )
     prompt, output = (str(own.get(key, getattr(ModelLoad, key))) for key in ("prompt", "output"))
     for text in (prompt, output):
@@ -304,15 +308,15 @@ def _model(
 
 
 _POOL = ("model", "replicas", "initial", "price", "scaling", "startup", "spot")
-#: A pool says itself how many replicas there are.
+#: Options that a pool sets itself, or that refer to files.
 _NOT_OF_POOL = {"replicas", "hf"}
 
 
 def _fields(given: JsonMapping, where: str, kind: type, more: Collection[str]) -> None:
-    """Check fields of a case that are given by name.
+    """Check the fields of a case against their types and ranges.
 
     Raises:
-        PlanError: There is no such field, or it has another type or range.
+        PlanError: A field is unknown, or has a wrong type or range.
     """
     known = {f.name: (hint, option) for f, hint, option in flat_options(kind)}
     _mapping(dict(given), where, {*known} - _NOT_OF_POOL | {*more}, empty=True)
@@ -333,7 +337,7 @@ def _fields(given: JsonMapping, where: str, kind: type, more: Collection[str]) -
 
 @dataclass(frozen=True)
 class _Replica:
-    """What a pool says of a replica: its engine or formats may be others than its model's."""
+    """Fields of a pool that describe a replica; its engine and formats may override the model's."""
 
     model: ModelCase
     fleet: FleetCase
@@ -341,7 +345,7 @@ class _Replica:
 
 
 def _part(kind: type[T], own: JsonMapping, name: str, where: str, **known: object) -> T:
-    """A part of a pool; what has no default has to say something."""
+    """Build a part of a pool from its mapping; required fields must be given."""
     at = f"{where}: {name}"
     return build(kind, _mapping(own.get(name, {}), at, empty=not known), at, **known)
 
@@ -351,7 +355,7 @@ def _pool(name: str, own: JsonObject, models: tuple[ModelLoad, ...], where: str)
     model = next((m for m in models if m.name == own.get("model")), None)
     if model is None:
         raise PlanError(
-            f"model={own.get('model')!r} is not one of the file's",
+            f"model={own.get('model')!r} is not a model of the file",
             where=where,
             hint="model: " + " or ".join(m.name for m in models),
         )
@@ -363,15 +367,15 @@ def _pool(name: str, own: JsonObject, models: tuple[ModelLoad, ...], where: str)
     least, most = _bounds(own.get("replicas", 1), where)
     if "scaling" in own and least == most:
         raise PlanError(
-            f"a pool of {most} replicas does not scale",
+            f"a pool of exactly {most} replicas cannot scale",
             where=f"{where}: scaling",
-            hint=f"replicas: [1, {max(most, 2)}], the fewest and most; or no scaling",
+            hint=f"give a range such as replicas: [1, {max(most, 2)}], or omit scaling",
         )
     initial, price = own.get("initial", least), own.get("price")
     figures = [*vars(startup).values(), *(vars(spot).values() if spot else ()), price or 0.0]
     figures += [scaling.up_s, scaling.down_s]
     if not all(isinstance(f, int | float) and 0.0 <= f < inf for f in figures):
-        raise PlanError("times, rates and prices are at least 0 and finite", where=where)
+        raise PlanError("times, rates and prices must be finite and at least 0", where=where)
     if scaling.metric not in SCALED_BY or not 0.0 < scaling.target < inf:
         raise PlanError(
             f"metric={scaling.metric!r}, target={scaling.target:g}",
@@ -383,9 +387,9 @@ def _pool(name: str, own: JsonObject, models: tuple[ModelLoad, ...], where: str)
     starts = most > initial or spot is not None
     if starts and not (startup.seconds or startup.storage_gbps):
         raise PlanError(
-            "how long does a replica take to start?",
+            "the start-up time of a replica is unknown",
             where=f"{where}: startup",
-            hint="storage_gbps (at which it reads its weights), or seconds in all",
+            hint="give storage_gbps (read rate of the weights), or seconds (total)",
         )
     return PoolCase(name, model.name, case, least, most, initial, price, scaling, startup, spot)
 
@@ -395,6 +399,6 @@ def _bounds(given: Any, where: str) -> tuple[int, int]:
     whole = len(both) == 2 and all(type(n) is int and n >= 0 for n in both)
     if not whole or not both[0] <= both[1] or not both[1]:
         raise PlanError(
-            f"replicas={given!r}", where=where, hint="a number, or the fewest and most: [2, 12]"
+            f"replicas={given!r}", where=where, hint="give a number, or a range: [2, 12]"
         )
     return int(both[0]), int(both[1])

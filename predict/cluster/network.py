@@ -1,4 +1,4 @@
-"""What a cluster costs a step: its collectives, its hosts, and the cores that collectives take."""
+"""Costs of a cluster in a step: collectives, hosts, and cores occupied by collectives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...simulate.step.costs import Costs, Estimate, OpLatency
 from ...simulate.step.fitting import Host
 from ...simulate.step.plan import Group
 
-#: Time of a collective: name, bytes that each rank puts in, ranks, cluster.
+#: Time of a collective: name, bytes contributed by each rank, ranks, cluster.
 CollectiveTime = Callable[[str, float, Sequence[int], Cluster], Estimate]
-#: Streaming multiprocessors that a collective occupies beside kernels: one for each NCCL channel.
+#: Streaming multiprocessors that a collective occupies while kernels run: one per NCCL channel.
 #: Engineering estimate; not fitted (12 % of an H100's 132).
 COLLECTIVE_CORES = 16
-#: Bytes of a host's memory for each device under it, where no file says: 2 TB for the eight of a
+#: Host memory per device (bytes) if the cluster file gives none: 2 TB for the eight devices of a
 #: DGX H100 or H200 (NVIDIA's data sheets), 448 GB for the four of a TPU v5p host (Google Cloud,
 #: machine type ct5p-hightpu-4t, from memory).
 USUAL_HOST = {"gpu": 250e9, "tpu": 112e9}
@@ -30,9 +30,10 @@ def learned_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster)
 
 
 def xla_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
-    """As :func:`learned_time`, for a collective of a program that XLA runs.
+    """Estimate a collective of a program that XLA runs, like :func:`learned_time`.
 
-    XLA starts each collective when all devices of the process have met, which small ones wait for.
+    XLA starts a collective only when all devices of the process have arrived, which delays small
+    collectives.
     """
     found = _collectives().estimate(kind, size, ranks, cluster, backend="xla")
     return Estimate(found.latency, found.lo, found.hi)
@@ -53,9 +54,9 @@ class ClusterNetwork:
         """Return the time of a collective.
 
         Args:
-            kind: As of a :class:`~opcast.simulate.step.costs.CommCall`.
-            size: As there.
-            group: Devices that take part.
+            kind: Collective, see :class:`~opcast.simulate.step.costs.CommCall`.
+            size: Bytes, see there.
+            group: Participating devices.
         """
         ranks = self._ranks(group)
         # Steps count an all-gather's full buffer, as nccl-tests does; the estimators count what one
@@ -64,9 +65,9 @@ class ClusterNetwork:
         return self.time(kind, own, ranks, self.cluster)
 
     def _ranks(self, group: Group) -> Sequence[int]:
-        """Ranks of a group; of one that fills its last box in part, as many of every box as of it.
+        """Return the ranks of a group; if it fills its last node partly, as many of every node.
 
-        That box has fewest ports for its share of the bytes, and the others wait for it.
+        The last node then has the fewest ports for its share of the bytes, and the others wait.
         """
         ranks = range(0, group.size * group.stride, group.stride)
         box = self.cluster.box
@@ -79,28 +80,28 @@ class ClusterNetwork:
 
 
 def host_of(cluster: Cluster, spec: DeviceSpec) -> Host:
-    """Memory of the host of a box: as the cluster's file says, or usual for so many devices."""
+    """Return the memory of a node's host: from the cluster file, or the usual size per device."""
     box = cluster.devices_per_node or cluster.size
     if cluster.host_memory:
         return Host(box, cluster.host_memory, "host_memory_gb of the cluster")
     usual = USUAL_HOST.get(spec.platform, USUAL_HOST["gpu"])
-    said = f"{usual / 1e9:.0f} GB a device taken as usual; host_memory_gb of a cluster file says it"
+    said = f"{usual / 1e9:.0f} GB per device assumed; set host_memory_gb in a cluster file"
     return Host(box, usual * box, said)
 
 
 def cluster_costs(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> Costs:
-    """Costs of operators on a device, of collectives between them, and of its host."""
+    """Return the costs of operators on a device, collectives between devices, and the host."""
     return Costs(latency, ClusterNetwork(cluster), spec.host_link, contention(spec))
 
 
 def contention(spec: DeviceSpec) -> float:
-    """Share of the compute cores that a running collective takes away from kernels.
+    """Return the share of compute cores that a running collective takes away from kernels.
 
-    Collectives of a GPU are kernels themselves; a TPU's interconnect has DMA engines of its own.
+    A GPU's collectives are kernels themselves; a TPU's interconnect has its own DMA engines.
     """
     if spec.platform != "gpu" or not spec.core_count:
         return 0.0
-    # Guard for chips with few cores; engineering estimate.
+    # Limit for chips with few cores; engineering estimate.
     return min(0.5, COLLECTIVE_CORES / spec.core_count)
 
 

@@ -1,4 +1,4 @@
-"""Which steps of a cluster to measure next: those that tell most beyond what is known of it."""
+"""Selection of the steps to measure next on a cluster: those that reduce uncertainty most."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .case_table import FAULTS
 from .step_case import StepCase
 from .step_table import StepRow, StepRuns
 
-#: Most models and clusters among the measured steps for which plans are tried, and plans tried of
-#: each pair: an engineering choice, which takes seconds.
+#: Maximum number of models and of clusters among the measured steps for which plans are tried, and
+#: of plans per pair of them. Engineering choice, for a run time of seconds.
 _MODELS, _PLANS = 4, 12
-#: Classes of cost that a cluster has effects on, in words.
+#: Cost classes with random effects of the cluster, in words.
 _TELLS = {
     "between": "the scale-out network",
     "launch": "launches from the host",
@@ -41,8 +41,8 @@ class NextRun:
 
     Attributes:
         row: The step.
-        fall: Expected fall of the mean variance of the errors of all plans that were tried.
-        tells: What it tells most about, in words.
+        fall: Expected decrease of the mean error variance over all candidate plans.
+        tells: The cost class that the step would reveal most about, in words.
     """
 
     row: StepRow
@@ -50,7 +50,7 @@ class NextRun:
     tells: str
 
     def text(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         work, plan = self.row.workload, self.row.plan
         return (
             f"measure next: {work.layers} layers of {work.d_model} on {self.row.cluster.size} × "
@@ -60,15 +60,15 @@ class NextRun:
 
 
 def next_run(model: StepModel, runs: StepRuns, measured: np.ndarray) -> NextRun | None:
-    """Find the step that would tell most of the clusters of measured steps.
+    """Find the step whose measurement would reduce the uncertainty of the clusters most.
 
     Args:
-        model: Before it was adapted to them.
+        model: Step model before its adaptation to the measured steps.
         runs: The measured steps.
         measured: Logarithms of their seconds.
 
     Returns:
-        The step; ``None`` if no other plan of the measured models fits their clusters.
+        The step; ``None`` if no other plan of the measured models fits into memory.
     """
     done = {(row.workload, row.cluster, row.plan) for row in runs.rows}
     rows = [r for r in _others(model, runs) if (r.workload, r.cluster, r.plan) not in done]
@@ -83,13 +83,13 @@ def next_run(model: StepModel, runs: StepRuns, measured: np.ndarray) -> NextRun 
 
 
 def next_steps(case: StepCase, work: Workload, operators: OpModel | None, count: int) -> NextRuns:
-    """Choose steps to measure for one that is asked about: other plans, and smaller clusters.
+    """Choose steps to measure for a given step: the same with other plans or on smaller clusters.
 
     Args:
         case: The step.
-        work: Its workload, as it was read.
-        operators: Model of library operators; ``None`` for rooflines.
-        count: Number of steps; with a price in the case, by what they narrow for their cost.
+        work: Its workload.
+        operators: Latency model of library operators; ``None`` for rooflines.
+        count: Number of steps to choose; with a price, by the narrowing per cost.
 
     Raises:
         OpcastError: The plan, cluster or model does not fit.
@@ -118,7 +118,7 @@ def next_steps(case: StepCase, work: Workload, operators: OpModel | None, count:
     slopes = slopes_at(runs.simulate, model.table, len(rows))
     errors = slopes.linear(runs.contexts, slopes.level).unsure(np.zeros(len(rows), bool))
     one = {cost: float(values[-1]) for cost, values in slopes.slope.items()}
-    # What no run of the cluster tells is of its framework, its chips and the composition.
+    # The rest of the variance is due to framework, chip and composition; runs do not reduce it.
     told = float(errors.covariance[-1, -1]) / model.table.spread(runs.contexts[-1], one) ** 2
     before = variance_of(asked.interval)
     candidates = [
@@ -142,7 +142,7 @@ def next_steps(case: StepCase, work: Workload, operators: OpModel | None, count:
 
 
 def _smaller(row: StepRow) -> Iterator[StepRow]:
-    """The same work for each device on halves of the cluster, down to one box, where there are."""
+    """Yield the same work per device on halves of the cluster, down to one node."""
     size, work = row.cluster.size, row.workload
     least = max(row.cluster.devices_per_node or 1, 1)
     part = 2
@@ -163,7 +163,7 @@ def _words(row: StepRow) -> str:
 
 
 def _command(case: StepCase, row: StepRow, asked: StepRow) -> str:
-    """Command that predicts a step, of the framework whose own launcher runs it."""
+    """Return the command that predicts a step."""
     sizes = {**case.settings}
     if row.workload.batch != asked.workload.batch:
         sizes["batch"] = row.workload.batch
@@ -175,7 +175,7 @@ def _command(case: StepCase, row: StepRow, asked: StepRow) -> str:
 
 
 def _tells(near: Slopes, far: Slopes, best: int) -> str:
-    """Class of cost whose slope differs most from those of the measured steps."""
+    """Return the cost class whose slope differs most from those of the measured steps, in words."""
     more = {
         cost: float(far.slope[cost][best] - near.slope[cost].mean())
         for cost in _TELLS
@@ -186,7 +186,7 @@ def _tells(near: Slopes, far: Slopes, best: int) -> str:
 
 
 def _others(model: StepModel, runs: StepRuns) -> Iterator[StepRow]:
-    """Other plans of the measured models on the measured clusters that fit into memory."""
+    """Yield other plans of the measured models on the measured clusters that fit into memory."""
     works = {row.workload: row for row in runs.rows}
     clusters = {row.cluster: None for row in runs.rows}
     grid = _used(runs.rows)
@@ -211,7 +211,7 @@ def _others(model: StepModel, runs: StepRuns) -> Iterator[StepRow]:
 
 
 def _used(rows: Sequence[StepRow]) -> dict[str, list[str]]:
-    """Axes of plans that the measured steps use: a framework may know no others."""
+    """Return the plan axes that the measured steps use; a framework may not support others."""
     plans = [row.plan for row in rows]
     grid = {"schedule": ["1f1b"], "data": ["fsdp"] if any(p.fsdp > 1 for p in plans) else ["dp"]}
     if any(p.zero for p in plans):

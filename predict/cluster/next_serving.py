@@ -1,4 +1,4 @@
-"""Which loads to measure on one's own engines for the interval of a further token's time."""
+"""Selection of loads to measure on the user's engines, to narrow the interval of TPOT."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .serving import ServingPredictor
 from .serving_case import LoadSpec
 from .serving_launch import launches
 
-#: Requests in flight of the loads that are tried, and requests of a run for each in flight.
-#: Engineering choice: hosts decide at the first, products and the cache at the last.
+#: Concurrencies of candidate loads, and requests per request in flight of a run. Engineering
+#: choice: the host dominates at the lowest, matrix products and the KV cache at the highest.
 _IN_FLIGHT, _ROUNDS = (1, 4, 16, 64, 256), 4
-#: What is asked about and measured: the mean time of a further token.
+#: The metric to predict and to measure: mean time per output token.
 _METRIC = "tpot"
 
 
@@ -33,15 +33,15 @@ def next_serving(
     """Choose closed loops to measure on a deployment, for the TPOT of a load on it.
 
     Args:
-        predictor: Predicts the deployment.
-        deployment: What serves the load.
-        spec: The load that is asked about.
-        checkpoint: Of the model, for the commands.
-        count: Number of runs; with a price, by what they narrow for their cost.
-        price: Of a device for an hour.
+        predictor: Predictor of the deployment.
+        deployment: Engines that serve the load.
+        spec: The load to predict.
+        checkpoint: Checkpoint of the model, for the commands.
+        count: Number of runs to choose; with a price, by the narrowing per cost.
+        price: Dollars per device hour.
 
     Raises:
-        PlanError: The deployment does not fit into memory, or a request into its cache.
+        PlanError: The deployment does not fit into memory, or a request into the KV cache.
     """
     deployment = replace(deployment, source=deployment.source or OWN)
     prediction = predictor.predict(deployment, spec, record=False)
@@ -62,7 +62,7 @@ def next_serving(
     linear = linear_serving(seen, [own.context for own in every], effects)
     errors = linear.unsure(np.zeros(len(every), bool))
     spread = effects.spread(asked.context, _METRIC, shares[-1])
-    # What no run of these machines tells is of engines, formats and models in general.
+    # The rest of the variance is due to engines, formats and models: runs here do not reduce it.
     told = min(float(errors.covariance[-1, -1]) / spread**2, 1.0)
     found = prediction.figures[f"{_METRIC}/mean"]
     before = variance_of(found)
@@ -102,7 +102,7 @@ def _mean(lengths: np.ndarray) -> str:
 
 
 def _command(load: LoadSpec, checkpoint: Checkpoint) -> str:
-    """Client of vLLM, which measures any server of OpenAI's interface."""
+    """Return the command of vLLM's client, which can measure any OpenAI-compatible server."""
     return (
         f"vllm bench serve --backend openai --model {checkpoint.name} --dataset-name random "
         f"--random-input-len {load.prompt} --random-output-len {load.output} "

@@ -1,10 +1,9 @@
-"""Predict a partitioned program on a cluster: kernels and collectives of one device, overlapped.
+"""Predict a partitioned program on a cluster: one device's kernels overlapped with collectives.
 
 Every device runs the same program (SPMD), so only one is simulated, and one replica group of each
-collective stands for its siblings. A scheduled program keeps its order, its start/done pairs and
-the collectives marked synchronous. In an unoptimised program the collectives are first rewritten
-as XLA's passes would. Kernels, and the gaps between them, take as long as in a program of a
-single device.
+collective represents all of them. A scheduled program keeps its order, its start/done pairs and its
+synchronous collectives. In an unoptimized program, collectives are first rewritten as XLA's passes
+would. Kernels, and the gaps between them, take as long as in a program for a single device.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ from .network import CollectiveTime, contention, xla_time
 from .program_seconds import ProgramSeconds, program_seconds
 from .spread import COMPOSITION_ERROR
 
-#: Framework whose steps partitioned programs are: XLA's.
+#: Framework whose effects apply to partitioned programs: XLA's.
 _COMPILED = "jax"
-#: Note on a program that was partitioned here.
+#: Note on a program that opcast partitioned.
 _SPLIT = (
-    "partitioned along its shardings by XLA's partitioner for CPUs; the device's own compiler may "
+    "partitioned along its shardings by XLA's partitioner for CPUs; the device's compiler may "
     "choose other collectives (lowering xla)"
 )
-#: Operands of eight bits in a kernel's text; bytes as integers are mostly a library's workspace.
+#: Eight-bit float operands in a kernel's text; 8-bit integers are mostly a library's workspace.
 _NARROW = re.compile(r"\bf8e\w+\[")
 
 
@@ -63,20 +62,20 @@ class PartitionedPrediction(InSeconds):
     """Time of a partitioned program on a cluster; seconds.
 
     Attributes:
-        run: When each node runs.
+        run: Schedule of the nodes.
         nodes: Kernels and collectives of one device.
-        transfer: Seconds of each node's collective by itself, over all its executions.
+        transfer: Seconds of each node's collective without contention, over all executions.
         interval: The time with its 90 % interval.
         cluster: Name of the cluster.
         device: Name of its device.
         lowering: Lowering of the program, or ``scheduled``.
         peak_memory_bytes: Peak memory of one device.
-        capacity_bytes: Memory of the device that programs can have; 0 if unknown.
+        capacity_bytes: Memory available to programs on the device; 0 if unknown.
         notes: Known limits of the prediction.
         sources: Share of the computation time by kind of estimate.
-        kernels: Kernels to which ``members`` of the nodes refer.
+        kernels: Kernels that ``members`` of the nodes refer to.
         devices: Devices that the program was partitioned for.
-        scheduled: Whether collectives are issued in their place in the order.
+        scheduled: Whether the program's order of collectives is kept.
     """
 
     run: StreamRun
@@ -95,7 +94,7 @@ class PartitionedPrediction(InSeconds):
     scheduled: bool = False
 
     def __repr__(self) -> str:
-        """Time, interval, cluster and number of kernels; the fields would fill pages."""
+        """Return a summary: time, interval, cluster and number of kernels."""
         kernels = f"{len(self.kernels)} kernels on each device of {self.cluster}"
         return f"PartitionedPrediction({self._said()}, {kernels})"
 
@@ -106,12 +105,12 @@ class PartitionedPrediction(InSeconds):
 
     @property
     def lo_us(self) -> float:
-        """Lower end of the 90 % interval in microseconds."""
+        """Lower bound of the 90 % interval in microseconds."""
         return self.interval.lo * 1e6
 
     @property
     def hi_us(self) -> float:
-        """Upper end of the 90 % interval in microseconds."""
+        """Upper bound of the 90 % interval in microseconds."""
         return self.interval.hi * 1e6
 
     @property
@@ -122,7 +121,7 @@ class PartitionedPrediction(InSeconds):
         return self.peak_memory_bytes <= self.capacity_bytes
 
     def by_collective(self) -> dict[str, tuple[float, float, float]]:
-        """Count, bytes contributed and isolated seconds of all executions, by collective."""
+        """Return count, bytes contributed and isolated seconds over all executions, by kind."""
         sums: dict[str, tuple[float, float, float]] = {}
         for node, seconds in zip(self.nodes, self.transfer.tolist(), strict=True):
             own = node.collective
@@ -133,7 +132,7 @@ class PartitionedPrediction(InSeconds):
         return sums
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast predict --cluster --json`` prints it."""
+        """Return JSON data, as ``opcast predict --cluster --json`` prints it."""
         r = self.run
         return {
             **step_fields(self.interval),
@@ -168,10 +167,10 @@ def predict_partitioned(
     Args:
         program: Path, text or bytes of StableHLO with explicit collectives or of HLO, or a
             ``FunctionCall`` of a function over a mesh.
-        cluster: Devices, as many as the program is partitioned for; a cluster, its name or file.
-        predictor: Predicts the kernels as in a program of one device; ``None`` for rooflines.
-        options: Lowering options, as for one device (scheduled HLO is used unchanged); ``device``
-            is ``None`` for the one that the cluster names.
+        cluster: Cluster, its name or file; at least as many devices as the program's partitions.
+        predictor: Predicts the kernels as in a single-device program; ``None`` for rooflines.
+        options: Lowering options, as for one device (scheduled HLO is not changed); ``device``
+            ``None`` for the one that the cluster names.
         collective: Time of a collective.
 
     Raises:
@@ -190,19 +189,19 @@ def predict_partitioned(
     check_several_devices(source, cluster.name, cluster.size, spec.name)
     own = source.program
     devices = own.num_replicas * own.num_partitions
-    # Scheduled HLO is what a compiler emitted: its order and fusions are facts, not to be redone.
+    # A compiler has fixed the order and the fusions of scheduled HLO.
     if own.dialect == "hlo" and own.is_scheduled:
         options = replace(options, lowering="xla")
     else:
-        # A compiler gets the program unchanged and runs these passes itself; the other lowerings
-        # know nothing of collectives, so XLA's rewrites (all-reduce to reduce-scatter, merging of
-        # equal ones) are applied before.
+        # A compiler gets the program unchanged and runs these passes itself. The other lowerings do
+        # not handle collectives, so XLA's rewrites (all-reduce to reduce-scatter, merging of equal
+        # collectives) are applied before.
         source = source.with_program(optimise_collectives(own))
     lowered = lower_with(source, replace(options, device=spec))
     scheduled = lowered.lowering == "xla"
     annotated = _is_annotated(source)
     if not scheduled and annotated:
-        # The target's compiler would have partitioned it.
+        # The target's compiler would partition the program.
         parts = read_program(partition_annotated(source), trip_counts=options.trip_counts)
         source = parts.with_program(optimise_collectives(parts.program))
         split = lower_with(source, replace(options, device=spec, lowering=lowered.lowering))
@@ -210,10 +209,8 @@ def predict_partitioned(
         notes = [note for note in lowered.notes if note not in (*whole, *split.notes)]
         lowered = replace(split, notes=[*notes, *split.notes, _SPLIT])
     _check_partitioned(lowered, devices, cluster, source.origin, split=annotated)
-    # Latencies do not depend on the cluster; only the simulation below is repeated for the
-    # interval.
-    # On a cluster of one the prediction is that of ``--device``: a program run once, or a few
-    # times.
+    # Latencies do not depend on the cluster; only the simulation is repeated for the interval.
+    # On a cluster of one device the result equals that of ``--device``, without sustained load.
     trained = predictor is not None and cluster.size > 1
     load = _Load.of(lowered.kernels, spec) if trained else None
     factors = load.kernels if load is not None else 1.0
@@ -243,17 +240,17 @@ def predict_partitioned(
 
 @dataclass(frozen=True)
 class _Load:
-    """What measured steps teach of kernels and collectives that run for minutes.
+    """Learned factors for kernels and collectives under sustained load.
 
-    Kernels and collectives were measured alone and briefly. A training step holds the chip at its
-    power limit, and the network with it; how far is learned from steps of compiled frameworks, as
+    Kernels and collectives were measured alone and briefly. A training step keeps the chip at its
+    power limit and the network busy; the slowdown is learned from steps of compiled frameworks, as
     for plans (``docs/steps.md``).
 
     Attributes:
         kernels: Factor on each kernel, shape ``(n,)``.
-        ends: Further factors on each kernel at both ends of the 90 % interval, shape ``(2, n)``.
-        inside: Factor on collectives within a box.
-        between: Factor on collectives that leave it.
+        ends: Further factors on each kernel at both bounds of the 90 % interval, shape ``(2, n)``.
+        inside: Factor on collectives within a node.
+        between: Factor on collectives between nodes.
     """
 
     kernels: np.ndarray
@@ -263,9 +260,9 @@ class _Load:
 
     @classmethod
     def of(cls, kernels: Sequence[Kernel], spec: DeviceSpec) -> _Load | None:
-        """Factors for the kernels of a GPU; ``None`` elsewhere.
+        """Return the factors for the kernels of a GPU; ``None`` for other devices.
 
-        A TPU's kernels are its compiler's estimates, which hold no short bursts.
+        A TPU's kernel times are its compiler's estimates, not measurements of short bursts.
         """
         if spec.platform != "gpu":
             return None
@@ -295,20 +292,20 @@ class _Job:
     load: _Load | None = None
 
     def run(self, seconds: np.ndarray, side: int = 0) -> tuple[list[Node], np.ndarray, StreamRun]:
-        """Simulate the program; returns nodes, seconds of their collectives, and the schedule.
+        """Simulate the program; return nodes, seconds of their collectives, and the schedule.
 
         Args:
             seconds: Seconds of one execution of each kernel.
-            side: Which time of each collective to use: 0 for the estimate, 1 and 2 for the lower
-                and upper end of its interval.
+            side: Time of each collective to use: 0 for the estimate, 1 and 2 for the lower and
+                upper bound of its interval.
         """
         nodes = program_nodes(
             self.lowered.kernels, seconds.tolist(), self.devices, scheduled=self.scheduled
         )
         check_devices(nodes, self.cluster.size)
         if not self.scheduled:
-            # XLA's all-reduce, all-gather and reduce-scatter combiner passes run before scheduling,
-            # so a program that was compiled has them behind it already.
+            # XLA's combiner passes for all-reduce, all-gather and reduce-scatter run before
+            # scheduling, so compiled programs have been through them.
             nodes = combine_all(nodes)
         transfer = np.array([self._transfer(node, side) for node in nodes])
         links = [self._links(node) for node in nodes]
@@ -318,14 +315,14 @@ class _Job:
         return nodes, transfer, run
 
     def interval(self, times: ProgramSeconds, run: StreamRun) -> Interval:
-        """90 % interval, as for plans; kernels, collectives and composition err independently."""
+        """Return the 90 % interval; kernels, collectives and composition err independently."""
         total = run.makespan
-        # Without collectives nothing is composed: the prediction must equal that of one device.
+        # Without collectives nothing is composed: the result must equal that of one device.
         own = COMPOSITION_ERROR * total if self._talks() else 0.0
         widths = []
         for side, factor in ((1, times.low), (2, times.high)):
-            # The program is simulated anew at each end, so that time hidden behind other work does
-            # not widen the interval; independent errors then add in quadrature.
+            # The program is simulated anew at each bound, so that hidden time does not widen the
+            # interval; independent errors then add in quadrature.
             shifts = [
                 self.run(times.kernels * factor)[2].makespan - total,
                 self.run(times.kernels, side)[2].makespan - total,
@@ -354,14 +351,13 @@ class _Job:
     def _links(self, node: Node) -> frozenset[object]:
         if node.collective is None:
             return frozenset()
-        # Collectives that cross the same dimension share its links; ``run_streams`` gives each a
-        # fair share of them.
+        # Collectives across the same dimension share its links; ``run_streams`` splits them fairly.
         dims = self.cluster.topology.group_dims(node.collective.group)
         return frozenset((d.kind, d.name) for d in dims)
 
 
 def _is_annotated(source: SourceProgram) -> bool:
-    """Return whether a program says by shardings alone how it is to be partitioned."""
+    """Return whether a program has shardings but is not partitioned yet."""
     own = source.program
     if own.dialect != "stablehlo" or own.num_partitions < 2 or own.num_replicas > 1:
         return False
@@ -373,17 +369,17 @@ def _check_partitioned(
 ) -> None:
     if devices > (most := cluster.size):
         what = f"the program is for {devices} devices, the cluster has {most}"
-        hint = "take a cluster of as many devices as the program was partitioned for"
+        hint = "use a cluster with as many devices as the program was partitioned for"
         raise ProgramError(what, where=origin, hint=hint)
-    # Unpartitioned modules may say num_partitions = N, yet every device would run the whole
-    # program: the time would be wrong by about that factor. One that was split along its shardings
-    # may need no collective: a forward pass whose batch is cut.
+    # An unpartitioned module may have num_partitions = N, but every device would then run the whole
+    # program, and the time would be wrong by about that factor. A program split along its shardings
+    # may need no collective, such as a forward pass split along the batch.
     if devices > 1 and not split and not any(k.kind == "collective" for k in lowered.kernels):
         raise ProgramError(
             f"the program is for {devices} devices but has no collectives",
             where=origin,
-            hint="partition it first: opcast zoo export --mesh writes such programs, and a "
-            "compiler's optimised HLO is one",
+            hint="partition it first: opcast zoo export --mesh writes partitioned programs, and so "
+            "does a compiler (optimised HLO)",
         )
 
 

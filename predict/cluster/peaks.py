@@ -1,8 +1,7 @@
-"""What bounds a step from below: the data sheet's rates, and what of its exchanges can be hidden.
+"""Lower bounds of a step: peak rates of the data sheet, and the hideable part of all-to-alls.
 
-No step is shorter than its arithmetic at the dense peak of the formats that it multiplies (Williams
-et al., Roofline, 2009), whatever the kernels, and however well everything else is hidden. Of
-what it waits for all-to-alls of experts a part may be saved.
+No step is shorter than its arithmetic at the dense peak of its number formats (Williams et al.,
+Roofline, 2009). Of the time spent waiting for expert-parallel all-to-alls, a part can be saved.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from ...simulate.step.layer_ops import ATTENTION_BACKWARD
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
 
-#: Products of fused attention in the backward pass over those of the forward pass: five to two
-#: (Dao, FlashAttention-2, ICLR 2024), without the lower rate that its estimate assumes.
+#: Matrix products of fused attention in the backward over those in the forward pass: five to two
+#: (Dao, FlashAttention-2, ICLR 2024), without the lower rate assumed for its estimate.
 _BACKWARD_PRODUCTS = 2.5
-#: Share of a training step above which waiting for expert parallelism is noted, and the share of
-#: that wait that the best overlap and routing may save. Engineering estimates: DeepSeek-V3's
-#: published 1,543 tokens/s and H800 (2,048 of them, 2024, with DualPipe and node-limited routing)
-#: stand against 830 that are predicted for as many H100.
+#: Share of a training step above which expert-parallel waiting is noted, and the share of it that
+#: the best overlap and routing may save. Engineering estimates: DeepSeek-V3 reports 1,543 tokens/s
+#: per H800 (2,048 of them, 2024, with DualPipe and node-limited routing), against 830 predicted for
+#: as many H100.
 EXCHANGE_SHARE, EXCHANGE_SAVED = 0.3, 0.7
 
 
 def multiplied_format(workload: Workload, spec: DeviceSpec) -> str:
-    """Format in which a device multiplies the operands of a workload's layers.
+    """Return the format in which a device multiplies the operands of a workload's layers.
 
-    What a device has no units for is widened and runs at the rate of the wider format, as it does
-    in frameworks that simulate narrow formats.
+    Formats without units on the device are widened and run at the rate of the wider format, as in
+    frameworks that simulate narrow formats.
 
     Args:
         workload: The model.
@@ -41,10 +40,11 @@ def multiplied_format(workload: Workload, spec: DeviceSpec) -> str:
 
     Returns:
         One of :data:`~opcast.simulate.step.workload.PRODUCTS`.
+        One of :data:`~opcast.simulate.step.workload.PRODUCTS`.
     """
     own = workload.product_dtype
     while wider := FORMATS[own].wider:
-        # V100 and T4 multiply f16 alone on their matrix units; its rate is none of narrower types.
+        # Matrix units of V100 and T4 support only f16: narrower types do not run at its rate.
         rate = max(spec.matrix_peak(FORMATS[name].rate) for name in (wider, "f16"))
         if spec.matrix_peak(FORMATS[own].rate) > rate:
             return own
@@ -55,7 +55,7 @@ def multiplied_format(workload: Workload, spec: DeviceSpec) -> str:
 
 
 def as_multiplied(workload: Workload, spec: DeviceSpec) -> Workload:
-    """The workload with its products in the format that a device multiplies."""
+    """Return the workload with its products in the format that a device multiplies."""
     own = multiplied_format(workload, spec)
     if own == workload.product_dtype:
         return workload
@@ -63,7 +63,7 @@ def as_multiplied(workload: Workload, spec: DeviceSpec) -> Workload:
 
 
 def widened_note(workload: Workload, spec: DeviceSpec) -> tuple[str, ...]:
-    """A note where a device has no units for the format of a workload's products."""
+    """Return a note if a device has no faster units for the format of a workload's products."""
     own = multiplied_format(workload, spec)
     if own == workload.product_dtype:
         return ()
@@ -74,14 +74,15 @@ def widened_note(workload: Workload, spec: DeviceSpec) -> tuple[str, ...]:
 
 
 def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
-    """Least seconds of a step: the matrix products of its busiest stage at the dense peak.
+    """Return the minimum seconds of a step: matrix products of the busiest stage at dense peak.
 
-    What ``recompute`` runs again counts, as does what tensor-parallel ranks all do; passes over
+    Recomputed products count, as do products that all tensor-parallel ranks repeat; passes over
     memory, collectives and launches are free.
 
     Args:
         workload: The model.
-        plan: Resolved.
+        plan: The resolved plan.
+        spec: The device.
         spec: The devices.
     """
     return max(
@@ -91,12 +92,12 @@ def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> floa
 
 
 def best_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
-    """Seconds at the largest share of the peak of the steps that were learned from; 0 without one.
+    """Return seconds at the highest fraction of peak in the training data; 0 without data.
 
     Args:
         workload: The model.
-        plan: Resolved.
-        spec: The devices.
+        plan: The resolved plan.
+        spec: The device.
     """
     share: float = FRAMEWORKS["best_share"].get(spec.platform, 0.0)
     if workload.mode != "train" or not share:
@@ -106,20 +107,20 @@ def best_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
 
 
 def best_note(seconds: float, best: float, spec: DeviceSpec) -> tuple[str, ...]:
-    """A note where a step is faster than any that was learned from, by its share of the peak.
+    """Return a note if a step reaches a higher fraction of peak than any in the training data.
 
     Args:
-        seconds: Of the step.
-        best: From :func:`best_seconds`.
-        spec: The devices.
+        seconds: Seconds of the step.
+        best: Result of :func:`best_seconds`.
+        spec: The device.
     """
     if seconds >= best:
         return ()
     share = FRAMEWORKS["best_share"][spec.platform]
     return (
-        f"{share * best / seconds:.0%} of the peak is more than any step of a "
-        f"{spec.platform.upper()} reaches that was learned from ({share:.0%}): the time is of "
-        "kernels at their best, and the upper end holds a step at that share",
+        f"{share * best / seconds:.0%} of the peak is more than any step on a "
+        f"{spec.platform.upper()} in the training data ({share:.0%}): the estimate assumes kernels "
+        "at their best, and the interval reaches up to a step at that share",
     )
 
 
@@ -129,10 +130,10 @@ def _least(call: Op, spec: DeviceSpec) -> float:
 
 
 def exchange_wait(workload: Workload, step: StepTime) -> float:
-    """Seconds in which a training step waits for all-to-alls of expert parallelism.
+    """Return the seconds in which a training step waits for expert-parallel all-to-alls.
 
-    They are composed without overlap (:mod:`opcast.simulate.step.stage_times`), so all of them are
-    exposed.
+    All of them are exposed, since they are composed without overlap
+    (:mod:`opcast.simulate.step.stage_times`).
     """
     if workload.mode != "train":
         return 0.0
@@ -140,9 +141,9 @@ def exchange_wait(workload: Workload, step: StepTime) -> float:
 
 
 def least_seconds(workload: Workload, step: StepTime) -> float:
-    """Seconds of a step that hides most of its all-to-alls of experts; all of them if it has few.
+    """Return the seconds of a step that hides most expert all-to-alls, if these are a large part.
 
-    Other stages of a pipeline wait for the same all-to-alls, so the bubble shrinks with them.
+    Other pipeline stages wait for the same all-to-alls, so the bubble shrinks with them.
     """
     wait = exchange_wait(workload, step)
     if wait <= EXCHANGE_SHARE * step.total:

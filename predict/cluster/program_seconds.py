@@ -1,8 +1,8 @@
 """Kernel times that, without collectives, add up to the predicted time of the program.
 
-The model for programs of one device predicts each kernel and the whole program; the time between
-kernels is distributed over their executions. A partitioned program therefore costs each device
-what the same kernels cost without partitioning, and its collectives come on top.
+The single-device model predicts each kernel and the whole program; the time between kernels is
+spread over their executions. A partitioned program therefore costs each device what the same
+kernels cost without partitioning, and its collectives come on top.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ProgramSeconds:
 
     Attributes:
         kernels: Seconds of one execution of each, shape ``(n,)``; 0 for collectives and control.
-        low: Lower end of the 90 % interval of the whole program, as a factor up to 1.
-        high: Upper end, as a factor from 1 on.
-        sources: Share of the time by who estimated it.
-        notes: What is said of the lowering's own error.
+        low: Lower bound of the 90 % interval of the whole program, as a factor of at most 1.
+        high: Upper bound, as a factor of at least 1.
+        sources: Share of the time by source of the estimate.
+        notes: Notes on the error of the lowering.
     """
 
     kernels: np.ndarray
@@ -45,12 +45,12 @@ def program_seconds(
 
     Args:
         lowered: The program of one device.
-        device: Device that it runs on.
+        device: Device that the program runs on.
         model: Model for programs of one device.
         load: Factor on each kernel, but not on the gaps between them, shape ``(n,)``.
 
     Raises:
-        UnknownCallError: A kernel runs a custom call of which nothing is known.
+        UnknownCallError: A kernel runs an unknown custom call.
     """
     kernels = lowered.kernels
     apart = np.array([k.kind == "collective" for k in kernels], bool)
@@ -66,7 +66,7 @@ def program_seconds(
     total, executions = float((seconds * counts).sum()), float(counts.sum())
     if total <= 0.0 or not executions:
         return ProgramSeconds(np.zeros(len(kernels)), 1.0, 1.0, {})
-    # Longer than its kernels: launch gaps, the same after every execution. Shorter: kernels that
+    # Longer than its kernels: launch gaps, equal after every execution. Shorter: kernels that
     # overlap on one device (a CPU's workers, asynchronous copies), so all shrink by one factor.
     if wall.latency >= total:
         spread = seconds * load + busy * (wall.latency - total) / executions

@@ -1,7 +1,7 @@
-"""What a plan is taken as where it is silent: recipes of frameworks, and chunks of a pipeline.
+"""Defaults for what a plan leaves open: recipes of frameworks, and interleaved pipelines.
 
-``taken`` is the one place that decides whether a pipeline of which no schedule is said is
-interleaved, for every command that takes a plan.
+``taken`` is the one place that decides, for every command that takes a plan, whether a pipeline
+without a given schedule is interleaved.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
 
 class Taken(NamedTuple):
-    """A plan as it is taken.
+    """A plan with its open choices made.
 
     Attributes:
-        plan: What is answered for.
-        other: What it may be as well, of a pipeline of which no schedule is said; ``None`` of a
-            plan that leaves nothing open.
-        why: Why it is taken, up to the name of the other; empty without one.
+        plan: The plan to predict.
+        other: The alternative of a pipeline without a given schedule; ``None`` if nothing is open.
+        why: Reason for the choice, up to the name of the alternative; empty without one.
     """
 
     plan: Plan
@@ -35,15 +34,15 @@ class Taken(NamedTuple):
 
 
 def taken(predictor: StepPredictor, workload: Workload, plan: Plan) -> Taken:
-    """Decide whether a pipeline of which no schedule is said is interleaved.
+    """Decide whether a pipeline without a given schedule is interleaved.
 
-    It is, in the chunks of published runs, unless the interval of their memory rules them out while
-    1F1B fits.
+    It is, with as many chunks as in published runs, unless these do not fit even by the lower bound
+    of their memory while 1F1B fits.
 
     Args:
-        predictor: Of the cluster; its device's memory decides.
+        predictor: Predictor of the cluster, whose device memory decides.
         workload: The model.
-        plan: A plan that says neither schedule nor chunks.
+        plan: A plan with neither schedule nor chunks.
 
     Raises:
         PlanError: The plan does not fit the model or the cluster.
@@ -54,38 +53,38 @@ def taken(predictor: StepPredictor, workload: Workload, plan: Plan) -> Taken:
         return Taken(plan)
     whose = f"recipes of {framework}" if framework else "published runs of large models"
     whole, cut = (predictor.fit(workload, own) for own in (plan, chunks))
-    said = "the plan does not say whether its pipeline is interleaved:"
+    said = "the plan does not specify whether its pipeline is interleaved:"
     if whole.fits and not may_fit(predictor.learned, framework, cut):
-        # Whoever lacks memory for the activations of chunks alone does not interleave.
+        # A user without memory for the activations of several chunks would not interleave.
         why = (
-            f"{said} schedule=1f1b is taken, since it fits and the activations of more chunks do "
+            f"{said} schedule=1f1b is assumed, since it fits and the activations of more chunks do "
             f"not; with virtual={chunks.virtual}, as in {whose},"
         )
         return Taken(plan, chunks, why)
-    why = f"{said} virtual={chunks.virtual} is taken, as in {whose}; with schedule=1f1b"
+    why = f"{said} virtual={chunks.virtual} is assumed, as in {whose}; with schedule=1f1b"
     if whole.fits and not cut.fits:
         why = (
-            f"{said} virtual={chunks.virtual} is taken, as in {whose}, whose memory the error of "
-            "the count allows; with schedule=1f1b, which fits,"
+            f"{said} virtual={chunks.virtual} is assumed, as in {whose}; it fits within the error "
+            "of the estimated memory; with schedule=1f1b, which fits,"
         )
     return Taken(chunks, plan, why)
 
 
 def may_fit(learned: StepModel, framework: str, fit: Fit) -> bool:
-    """Whether a plan fits by the lower end of the interval of its memory."""
+    """Return whether a plan fits by the lower bound of its memory interval."""
     return fit.host_fits and (
         interval_of(learned.memory, framework, fit.worst.total).lo <= fit.capacity
     )
 
 
 def interleaved(plan: Plan, workload: Workload, devices: int, framework: str) -> Plan:
-    """The plan, which says nothing of chunks, with those that recipes of a framework would take.
+    """Return a plan without given chunks with the chunks that a framework's recipes use.
 
     Args:
-        plan: What is said.
+        plan: The plan.
         workload: The model.
-        devices: Of the cluster.
-        framework: Lower case.
+        devices: Devices of the cluster.
+        framework: Framework in lower case.
 
     Raises:
         PlanError: The plan does not fit the model or the cluster.
@@ -100,17 +99,17 @@ def interleaved(plan: Plan, workload: Workload, devices: int, framework: str) ->
 
 
 def as_run(workload: Workload, plan: Plan, framework: str) -> Plan:
-    """The plan with what recipes of a framework do of parameters and gradients, where it is silent.
+    """Return a plan with a framework's defaults for gradient and parameter formats.
 
     Args:
-        workload: The model, of which some settings of recipes change nothing.
-        plan: What is said.
-        framework: Lower case.
+        workload: The model; recipe settings without effect on it are skipped.
+        plan: The plan; settings that it gives are kept.
+        framework: Framework in lower case.
     """
     recipe = FRAMEWORKS["recipes"].get(framework, {})
     for key in ("reduce", "quantized_weights"):
         own = getattr(plan, key) in ("", None) and key in recipe
-        # What changes nothing is refused where it is said, so it is not said here either.
+        # A setting without effect is an error when given, so it is not set here either.
         if own and not idle_setting(workload, changed := plan.changed(**{key: recipe[key]})):
             plan = changed
     return plan

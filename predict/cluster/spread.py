@@ -1,4 +1,4 @@
-"""Error propagation: from the intervals of operators to the interval of what they compose."""
+"""Error propagation from the intervals of operators to the interval of a step."""
 
 from __future__ import annotations
 
@@ -18,40 +18,36 @@ from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
 from ..operator.step_operators import OperatorLatency
 
-#: Correlation between the errors of one step's operators. Engineering estimate: 0 would mean that
-#: errors cancel, 1 that the model is off by the same factor everywhere.
+#: Correlation between the errors of one step's operators: 0 if errors cancel, 1 if the model is off
+#: by the same factor everywhere. Engineering estimate.
 RHO = 0.45
-
-
-#: Relative half-width for what the composition itself adds: gaps between kernels, framework
-#: overhead and overlap that the formulas do not see. Engineering estimate; no measured step on a
-#: cluster was available to fit it.
+#: Relative half-width for errors of the composition: gaps between kernels, framework overhead, and
+#: overlap that the formulas do not model. Engineering estimate; no measured step on a cluster was
+#: available to fit it.
 COMPOSITION_ERROR = 0.08
+#: Change of the logarithm of a cost class by which a step's sensitivity to it is computed.
+_STEP = 0.2
+#: Cost classes other than operators.
+_WAITS = ("inside", "between", "launch", "collective", "hop")
+#: Scopes of operator estimates whose errors are not covered by measured steps of other chips.
+_UNKNOWN = ("unseen", "roofline")
 
 
 def combined_spread(ends: np.ndarray, rho: float) -> tuple[float, float]:
-    """Half-widths of a sum whose terms have errors with pairwise correlation ``rho``.
+    """Return the half-widths of a sum whose terms have errors with pairwise correlation ``rho``.
 
     Args:
         ends: Half-widths of the terms downwards and upwards, shape ``(n, 2)``.
-        rho: 0 for independent errors (root of the sum of squares), 1 for a common one (sum).
+        rho: 0 for independent errors (root of the sum of squares), 1 for a common error (sum).
 
     Returns:
         ``sqrt((1 - rho) · sum of squares + rho · square of the sum)``, downwards and upwards.
     """
     # Variance of a sum of equicorrelated terms, sum_i s_i^2 + rho sum_{i != j} s_i s_j, rearranged.
-    # Half-widths may stand for standard deviations, since all of them are of the same coverage.
+    # Half-widths may replace standard deviations, since all have the same coverage.
     apart, together = (ends**2).sum(axis=0), ends.sum(axis=0) ** 2
     both = np.sqrt((1.0 - rho) * apart + rho * together)
     return float(both[0]), float(both[1])
-
-
-#: Change of the logarithm of a class of cost by which a step's sensitivity to it is measured.
-_STEP = 0.2
-#: Classes of cost that are no operators.
-_WAITS = ("inside", "between", "launch", "collective", "hop")
-#: Scopes of estimates of operators whose errors measured steps of other chips do not hold.
-_UNKNOWN = ("unseen", "roofline")
 
 
 def sensitivities(
@@ -61,17 +57,17 @@ def sensitivities(
     step: StepTime,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """Change of the logarithm of a step's time with that of each class of cost.
+    """Return the derivatives of the logarithm of a step's time by that of each cost class.
 
-    A step is homogeneous in its costs: twice all of them is twice the step. So the changes add up
-    to 1, and what is left beside waiting belongs to the operators, by their seconds.
+    A step is homogeneous of degree 1 in its costs, so the derivatives add up to 1; the part not due
+    to waiting is divided among the operators by their seconds.
 
     Args:
         workload: The model.
-        plan: Resolved.
-        costs: Under which ``step`` was composed.
+        plan: The resolved plan.
+        costs: Costs that ``step`` was composed of.
         step: The step.
-        seconds: Of the operators of the busiest stage, by class.
+        seconds: Seconds of the operators of the busiest stage, by class.
     """
     found = dict[str, float]()
     leaves = {costs.leaves_box(group) for _, _, group in costs.links}
@@ -95,15 +91,15 @@ def unknown_operators(
     scopes: Mapping[Op, str],
     share: float,
 ) -> tuple[float, float]:
-    """How far a step reaches by the intervals of operators that no model was fitted to.
+    """Return a step's half-widths from the intervals of operators without a fitted model.
 
-    Their errors are taken as common: a chip that is slower than expected is so throughout.
+    Their errors are assumed to be common: a chip that is slower than expected is so throughout.
 
     Args:
-        times: Seconds and both ends of one execution of each operator.
-        counts: Executions of each.
-        scopes: Of the estimates.
-        share: Of the step that operators decide.
+        times: Seconds of one execution of each operator, with both bounds.
+        counts: Executions of each operator.
+        scopes: Scopes of the estimates.
+        share: Share of the step that operators determine.
 
     Returns:
         Logarithms, at least 0, downwards and upwards.
@@ -129,20 +125,19 @@ def step_interval(
     step: StepTime,
     latency: OperatorLatency,
 ) -> tuple[float, float]:
-    """Ends of a step's 90 % interval, as logarithms of factors on the estimate.
+    """Return the bounds of a step's 90 % interval, as logarithms of factors on the estimate.
 
-    The interval is as wide as the effects that decide the step are unsure; on a chip of which no
-    step was measured, it is wider by what is not known of the chip's operators.
+    The width follows from the uncertainty of the effects that determine the step; on a chip without
+    measured steps, the uncertainty of the chip's operators is added.
 
     Args:
-        learned: Model of steps.
-        context: Of the step.
+        learned: Step model.
+        context: Context of the step.
         workload: The model that is trained.
-        plan: Resolved.
-        costs: Under which the step was composed.
+        plan: The resolved plan.
+        costs: Costs that the step was composed of.
         step: The step.
-        latency: What priced its operators.
-        most_tasks: As of :func:`~opcast.simulate.step.compose.step_time`.
+        latency: Latency of its operators.
     """
     counts = step.busiest.counts()
     kinds = dict[str, float]()

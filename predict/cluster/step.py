@@ -1,4 +1,4 @@
-"""Public entry for clusters: predict a training step of a workload under a parallel plan."""
+"""Prediction of a training step of a workload under a parallel plan on a cluster."""
 
 from __future__ import annotations
 
@@ -65,19 +65,20 @@ class StepPrediction:
         interval: ``step.total`` with its 90 % interval.
         fit: Memory use, and whether it fits.
         peak_flops: Matrix peak of one device for the format of the layers' products.
-        peak_format: That format; a wider one where the device has no rate for it.
+        peak_format: That format; a wider one if the device has no rate for it.
         operators: Seconds of operators of the busiest stage, by name.
         scopes: Share of the operators' time by scope of the estimate (``known``, ``unseen`` …).
         spread: Sampled steps with jitter, if requested.
-        framework: Framework that runs the step; empty for an average one.
-        known: What is known of such steps, one of :data:`opcast.models.steps.model.TIERS`.
+        framework: Framework that runs the step; empty for an average framework.
+        known: How closely measured steps resemble this one: one of
+            :data:`opcast.models.steps.model.TIERS`.
         terms: Terms of the step, if requested.
-        whole: What was learned of such steps beyond their terms: level and value, and the factor.
+        whole: Learned effects on the whole step: level and value, and the factor.
         joules: Energy of all devices with its 90 % interval; ``None`` if the device's power limit
-            is not known.
-        price: Of a device for an hour, if given.
-        described: Notes on the device's description.
-        run: A run of such steps, if requested.
+            is unknown.
+        price: Dollars per device hour, if given.
+        described: Notes on the device and the step model.
+        run: A whole training run, if requested.
     """
 
     workload: Workload
@@ -107,7 +108,7 @@ class StepPrediction:
         return self.workload.model_flops() / self.step.total / self.plan.devices
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast simulate --json`` prints it."""
+        """Return JSON data, as ``opcast simulate --json`` prints it."""
         s = self.step
         data: dict[str, object] = {
             **step_fields(self.interval),
@@ -151,27 +152,28 @@ class StepPrediction:
         return data
 
     def notes(self) -> list[str]:
-        """Known limits of the prediction."""
+        """Return known limits of the prediction."""
         notes = [self.fit.reason()] if not self.fit.fits else []
         share = exchange_wait(self.workload, self.step) / self.step.total
         if share > EXCHANGE_SHARE:
             notes.append(
-                f"{share:.0%} of the step is all-to-alls of expert parallelism: every token is "
-                f"sent to its {self.workload.top_k} experts, without routing limited to few boxes "
-                "and without overlap (DualPipe, DeepEP); frameworks that are tuned for them hide a "
-                "part, and real steps may take half of the time: the lower end of the interval "
-                "allows for it"
+                f"{share:.0%} of the step is expert-parallel all-to-alls: every token is sent to "
+                f"its {self.workload.top_k} experts, without routing limited to few nodes and "
+                "without overlap (DualPipe, DeepEP); frameworks tuned for this hide a part, and "
+                "real steps may take half of the time: the lower bound of the interval allows for "
+                "it"
             )
         if self.workload.mode == "train" and (often := sharding_note(self.plan)):
             notes.append(often)
         if self.framework and self.known in ("architecture", "new"):
             notes.append(
-                f"no measured step of {self.framework} was learned from: as an average one"
+                f"no measured step of {self.framework} was in the training data: an average "
+                "framework is assumed"
             )
-        # More than half of the time: a note about a few small operators would only distract.
+        # A note on less than half of the time would only distract.
         unknown = sum(v for k, v in self.scopes.items() if k == "roofline")
         if unknown > 0.5:
-            notes.append(f"times of operators are of the roofline of {self.device}, not of a model")
+            notes.append(f"operator times are rooflines of {self.device}, not a fitted model")
         elif sum(v for k, v in self.scopes.items() if k == "unseen") > 0.5:
             notes.append(f"the model was not fitted to {self.device}: calibrate it with samples")
         return [*notes, *self.described]
@@ -180,25 +182,25 @@ class StepPrediction:
 class StepPredictor:
     """Predicts steps on one cluster; each distinct operator and collective is priced once.
 
-    What steps cost beyond their operators and collectives (clock under load, networks, host) is
-    learned from measured steps, and so is the interval (``docs/steps.md``).
+    Costs beyond operators and collectives (clock under load, networks, host) and the interval are
+    learned from measured steps (``docs/steps.md``).
 
     Args:
         cluster: The devices and their links; a cluster, its name or file.
-        model: Model of library operators; ``None`` for rooflines.
+        model: Latency model of library operators; ``None`` for rooflines.
         device: Device instead of the one that the cluster names: description, name or file.
-        framework: Framework that runs the steps; empty for an average one.
+        framework: Framework that runs the steps; empty for an average framework.
         compiled: Whether the step is compiled, or replayed as CUDA graphs.
-        learned: Model of steps, such as one adapted to a cluster of one's own; ``None`` for the one
+        learned: Step model, such as one adapted to the user's own cluster; ``None`` for the one
             that ships.
         source: Name under which the model was adapted to the cluster.
         power_cap_w: Sustained power of a device in watts, below its limit.
-        latency: What prices operators, where other clusters of the device share it; by default
-            made of ``model`` and the power cap.
+        latency: Latency of operators, if shared with other clusters of the device; by default made
+            of ``model`` and the power cap.
 
     Raises:
-        DeviceError: The cluster names no device, and none is given; or a power cap is outside what
-            the device allows.
+        DeviceError: The cluster names no device, and none is given; or a power cap is outside the
+            device's range.
     """
 
     def __init__(
@@ -221,26 +223,26 @@ class StepPredictor:
         self.learned, self.source = learned or StepModel.find(), source
         self.cap = cap_share(power_cap_w, self.spec)
         self.latency = latency or OperatorLatency(self.spec, model, self.cap)
-        #: Without the cap, which makes no step faster.
+        #: Predictor without the power cap; its step is never slower.
         self.free: StepPredictor | None = None
         if self.cap < 1.0:
             self.free = StepPredictor(
                 cluster, model, self.spec, framework,
                 compiled=compiled, learned=learned, source=source,
             )  # fmt: skip
-        #: Before effects.
+        #: Costs before learned effects.
         self.priced = cluster_costs(cluster, self.spec, self.latency)
 
     def run_by(
         self, framework: str, *, compiled: bool, source: str, learned: StepModel
     ) -> StepPredictor:
-        """Predictor of steps of another framework or owner, with the times that are known already.
+        """Return a predictor for another framework or owner that shares the priced operators.
 
         Args:
-            framework: As of the class.
-            compiled: As of the class.
-            source: As of the class.
-            learned: As of the class.
+            framework: See the class.
+            compiled: See the class.
+            source: See the class.
+            learned: See the class.
         """
         other = copy(self)
         other.framework, other.compiled = framework.lower(), compiled
@@ -269,13 +271,13 @@ class StepPredictor:
         Args:
             workload: Model that is trained.
             plan: Parallel plan.
-            jitter: Standard deviation of the logarithm of a task's time on one device.
+            jitter: Standard deviation of the logarithm of task times on a device.
             speeds: Relative speeds of devices by rank; 1 where omitted.
             draws: Number of samples, taken if ``jitter`` is given.
             seed: Random seed of the samples.
             remedy: Whether to search for the smallest change if the plan does not fit into memory.
-            explain: Whether to take the step apart into its terms.
-            price: Of a device for an hour, for the cost of the step.
+            explain: Whether to break the step down into terms.
+            price: Dollars per device hour, for the cost of the step.
 
         Raises:
             PlanError: The plan does not fit the model or the cluster, or a speed is not one of its
@@ -287,14 +289,14 @@ class StepPredictor:
         workload = as_multiplied(workload, self.spec)
         context, own = self._learned(workload)
         known = self.learned.tier(context)
-        # What is learned is of steps on devices of one speed.
+        # Effects were learned from steps on devices of equal speed.
         even = step_time(workload, plan, own)
         step = step_time(workload, plan, own, speeds=speeds) if speeds else even
         counts = step.busiest.counts()
-        # Already priced while the step was composed; nothing is predicted again.
+        # Already priced while the step was composed.
         seconds = {c: float(own.ops[c][0]) * own.effects.of(c) * n for c, n in counts.items()}
         fit = self._fit(workload, plan)
-        # The search composes many neighbouring plans; sweeps turn it off, since they try them
+        # The search composes many neighbouring plans; sweeps turn it off, since they try these
         # anyway.
         if remedy and not fit.fits:
 
@@ -307,9 +309,9 @@ class StepPredictor:
             spread = sample_steps(plan, step, jitter, draws, seed)
         if explain and speeds:
             raise PlanError(
-                "terms are those of a step on devices of one speed",
+                "terms need devices of equal speed",
                 where="speeds",
-                hint="leave --explain or --speed out",
+                hint="omit --explain or --speed",
             )
         table = self.learned.table
         own_terms = Waterfall(workload, plan, own, counts, even, table, context)
@@ -317,10 +319,10 @@ class StepPredictor:
             step_interval(self.learned, context, workload, plan, own, even, self.latency)
         )
         if self.cap < 1.0:
-            # Every operator that the cap slows has the law's error, all of them the same way.
+            # The error of the power law is common to all operators that the cap slows.
             low, high = under_cap(float(low), float(high), self.cap, board_law(self.spec))
         hidden = min(step.total * float(low), least_seconds(workload, step))
-        # A device that is faster than the data sheet (``speeds``) takes as much less.
+        # A device faster than the data sheet (``speeds``) lowers the floor in proportion.
         fastest = max([1.0, *(speeds or {}).values()])
         floor = arithmetic_seconds(workload, plan, self.spec) / fastest
         best = best_seconds(workload, plan, self.spec) / fastest
@@ -358,7 +360,7 @@ class StepPredictor:
         )
 
     def fit(self, workload: Workload, plan: Plan) -> Fit:
-        """Memory of a plan as :meth:`predict` counts it, without its time; no change is looked for.
+        """Return the memory of a plan as :meth:`predict` does, without time or search for changes.
 
         Raises:
             PlanError: The plan does not fit the model or the cluster.
@@ -367,11 +369,11 @@ class StepPredictor:
         return self._fit(as_multiplied(workload, self.spec), plan)
 
     def costs(self, workload: Workload) -> Costs:
-        """Times of operators and collectives as :meth:`predict` takes them for a workload."""
+        """Return the costs of operators and collectives that :meth:`predict` uses."""
         return self._learned(as_multiplied(workload, self.spec))[1]
 
     def _learned(self, workload: Workload) -> tuple[StepContext, Costs]:
-        """What steps like these have in common, and costs with the effects measured of them."""
+        """Return the context of a workload's steps, and costs with the learned effects applied."""
         launched = not self.compiled and not is_compiled(self.framework)
         context = device_context(
             self.spec, workload.product_bits, self.framework, self.source, launched=launched,
@@ -381,7 +383,7 @@ class StepPredictor:
         return context, self.priced.with_effects(effects, self.cluster.box)
 
     def _scopes(self, seconds: dict[Op, float]) -> dict[str, float]:
-        """Share of the operators' time by scope."""
+        """Return the share of the operators' time by scope of the estimate."""
         total, shares = sum(seconds.values()) or 1.0, dict[str, float]()
         for call, value in seconds.items():
             scope = self.latency.scopes[call]
@@ -392,7 +394,7 @@ class StepPredictor:
         host = host_of(self.cluster, self.spec)
         return Fit(
             self._memory(workload, plan),
-            # A device file may omit the capacity; everything then fits rather than nothing.
+            # A device file may omit the capacity: then everything fits.
             self.spec.usable_bytes or np.inf,
             offloaded=box_host(workload, plan, host.box),
             host=host,

@@ -1,7 +1,7 @@
-"""One question about a training step: what is trained, where, and how it is looked at.
+"""A training step to predict, and the options of the prediction.
 
-The fields are options of ``opcast simulate`` and ``opcast export chakra``, and what the server is
-asked; ``StepCase.predict`` answers.
+The fields are options of ``opcast simulate`` and ``opcast export chakra`` and the schema of the
+server's requests; ``StepCase.predict`` answers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def _speeds(texts: Sequence[str]) -> dict[int, float]:
-    """Speeds by rank, as plans number them: tp innermost, pp outermost (docs/simulate.md)."""
+    """Parse relative speeds by rank, with tp innermost and pp outermost (docs/simulate.md)."""
     try:
         return {int(rank): float(value) for rank, value in (t.split("=", 1) for t in texts)}
     except ValueError:
@@ -46,7 +46,7 @@ def _speeds(texts: Sequence[str]) -> dict[int, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsBy:
-    """By what steps are predicted."""
+    """Models and framework that steps are predicted with."""
 
     model: OperatorModelOpt = OPERATOR_MODEL
     framework: FrameworkOpt = ""
@@ -60,16 +60,16 @@ class StepsBy:
         source: str = "own",
         power_cap_w: float | None = None,
     ) -> StepPredictor:
-        """What predicts steps on a cluster, with a loaded model of operators.
+        """Return a predictor of steps on a cluster.
 
         Args:
             cluster: Name or file.
-            operators: ``None`` for rooflines.
-            source: Whose cluster it is.
+            operators: Latency model of library operators; ``None`` for rooflines.
+            source: Owner of the cluster.
             power_cap_w: Sustained power of a device in watts; ``None`` for its limit.
 
         Raises:
-            OpcastError: The cluster or the model of steps is not usable, or the framework unknown.
+            OpcastError: The cluster or the step model is not usable, or the framework unknown.
         """
         from ...models.steps.model import StepModel
         from .step import StepPredictor
@@ -101,7 +101,7 @@ class PlannedStep(StepsBy):
     settings: SizesOpt = field(default_factory=dict)
 
     def plan_on(self, cluster: Cluster, work: Workload) -> Plan:
-        """The plan; without one data parallelism, which fits every model's sizes.
+        """Return the plan; without one, data parallelism over the cluster.
 
         Raises:
             PlanError: The plan is malformed, or one of its settings changes nothing.
@@ -110,14 +110,14 @@ class PlannedStep(StepsBy):
 
         plan = parse_plan(self.plan) if self.plan else Plan(dp=cluster.size)
         if idle := idle_setting(work, plan):
-            raise PlanError(idle, where="plan", hint="leave it out")
+            raise PlanError(idle, where="plan", hint="omit it")
         return plan
 
     def taken(self, predictor: StepPredictor, work: Workload) -> Taken:
-        """The plan as it is taken on a predictor's cluster, where it may be silent.
+        """Return the plan with its open choices made for a predictor's cluster.
 
         Raises:
-            PlanError: As of :meth:`plan_on`, or the plan does not fit the workload or the cluster.
+            PlanError: See :meth:`plan_on`; or the plan does not fit the workload or the cluster.
         """
         from ...simulate.step.plan import says_schedule
         from .recipes import Taken, taken
@@ -128,10 +128,10 @@ class PlannedStep(StepsBy):
 
 @dataclass(frozen=True)
 class StepCase(PlannedStep):
-    """A step, and what is asked about it."""
+    """A training step to predict, with options of the output."""
 
     source: SourceOpt = "own"
-    explain: Annotated[bool, Option("Take the step apart into terms.", ("--explain",))] = False
+    explain: Annotated[bool, Option("Break the step down into terms.", ("--explain",))] = False
     price: PriceOpt = None
     power_cap_w: PowerCapOpt = None
     jitter: Annotated[float, Option("Relative noise of a task's time on a device.", least=0.0)] = (
@@ -139,19 +139,19 @@ class StepCase(PlannedStep):
     )
     speed: Annotated[
         Mapping[int, float],
-        Option("Relative speed of a rank, RANK=0.9; may be given again.", collect=_speeds),
+        Option("Relative speed of a rank, RANK=0.9; may be repeated.", collect=_speeds),
     ] = field(default_factory=dict)
     seed: Annotated[int, Option("With --jitter: random seed.", least=0)] = 0
     run: Annotated[
         Mapping[str, object],
         Option(
-            "A run of such steps with failures, such as tokens=15e12,spares=4,repair_h=24.",
+            "A whole training run with failures, such as tokens=15e12,spares=4,repair_h=24.",
             collect=partial(sizes_of, option="--run"),
         ),
     ] = field(default_factory=dict)
 
     def predict(self, work: Workload, operators: OpModel | None) -> StepPrediction:
-        """Answer for the workload as it was read.
+        """Predict the step.
 
         Raises:
             OpcastError: The plan, cluster or model does not fit.
@@ -160,11 +160,11 @@ class StepCase(PlannedStep):
         return self.by(predictor, work)
 
     def by(self, predictor: StepPredictor, work: Workload) -> StepPrediction:
-        """Answer by a predictor of the cluster, whose prices other cases share.
+        """Predict the step by a predictor of the cluster, which other cases may share.
 
         Args:
-            predictor: As :meth:`predictor` makes it.
-            work: The workload as it was read.
+            predictor: Result of :meth:`predictor`.
+            work: The workload.
 
         Raises:
             OpcastError: The plan does not fit the workload or the cluster.
@@ -190,8 +190,8 @@ class StepCase(PlannedStep):
 
 
 def _either(found: StepPrediction, other: StepPrediction, why: str) -> StepPrediction:
-    """A step whose pipeline may be interleaved or not: one interval for both."""
-    note = f"{why} it takes {duration(other.step.total * 1e6)}; the interval holds both"
+    """Return a prediction whose interval covers both an interleaved and a 1F1B pipeline."""
+    note = f"{why} it takes {duration(other.step.total * 1e6)}; the interval covers both"
     lo = min(found.interval.lo, other.interval.lo)
     hi = max(found.interval.hi, other.interval.hi)
     interval = found.interval._replace(lo=lo, hi=hi)

@@ -1,7 +1,7 @@
-"""Tables of training steps: the step that each row means, and predictions of many of them.
+"""Reader of tables of training steps, and predictions of their rows.
 
-A row says what was trained, how it was spread and on what; where its source measured the step, how
-long that took. The columns are those of published tables of training runs (docs/steps.md).
+A row specifies the model, the plan and the devices, and holds the measured time if its source
+measured it. Columns are those of published tables of training runs (docs/steps.md).
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from .step import StepPrediction, StepPredictor
 
 @dataclass(frozen=True)
 class StepRow:
-    """A row, as the simulator takes it.
+    """A row as a simulation input.
 
     Attributes:
-        id: Of the row.
-        source: Who measured it, without a revision; empty if the row does not say.
-        framework: Lower case, without remarks in brackets; empty if the row does not say.
-        workload: What is trained; of the batch that whole micro-batches make up.
-        plan: Resolved.
+        id: Identifier of the row.
+        source: Who measured it, without a revision; empty if not given.
+        framework: Lower case, without remarks in brackets; empty if not given.
+        workload: The model, with the batch rounded up to whole micro-batches.
+        plan: The resolved plan.
         cluster: Devices and links.
-        share: Steps of the row over steps of the workload: below 1 where the last micro-batch of
-            the row is smaller than the others, above where a block of steps was measured.
+        share: Steps of the row per step of the workload: below 1 if the last micro-batch of the row
+            is smaller than the others, above 1 if a block of steps was measured.
         launched: Whether the host launches every kernel in every step.
-        measured_s: Seconds of the row's steps; NaN if the row does not say.
-        memory_bytes: Peak of a device; NaN if the row does not say.
+        measured_s: Measured seconds of the row's steps; NaN if not given.
+        memory_bytes: Measured peak memory of a device; NaN if not given.
     """
 
     id: str
@@ -76,10 +76,10 @@ class StepRow:
 
 
 def step_row(row: Mapping[str, object]) -> StepRow:
-    """A row of a table of steps.
+    """Convert a row of a table of steps.
 
     Raises:
-        OpcastError: The row says something that cannot be expressed; the message says what.
+        OpcastError: The row cannot be represented; the message gives the reason.
     """
     cell = Cells(row)
     cluster = _cluster(cell)
@@ -124,9 +124,9 @@ def step_row(row: Mapping[str, object]) -> StepRow:
 
 
 def _block(cell: Cells, batch: int, plan: Plan) -> float:
-    """Training steps that a measured block is worth; 1 where the row names none.
+    """Return the training steps that a measured block is equivalent to; 1 without a block.
 
-    A forward pass takes a third of a step's products, a quarter where all are computed again.
+    A forward pass is a third of a step's products, a quarter with full recomputation.
     """
     found = re.search(case_data()["block"], cell.text("remark"))
     if not found:
@@ -149,14 +149,14 @@ def _plan(cell: Cells, devices: int) -> Plan:
     fsdp, zero = cell.count("fsdp", 1), cell.count("zero", 0)
     dp, tp = cell.count("dp", 1), cell.count("tp", 1)
     if fsdp > 1 and zero in (1, 2):
-        # Ranks that shard gradients or the optimiser alone are replicas here.
+        # Ranks that shard only gradients or the optimizer are replicas here.
         dp, fsdp = dp * fsdp, 1
     policy = cell.text("recompute") or "none"
     reduce = format_name(cell.text("reduce_dtype"))
     ep = cell.count("ep", 1)
     pp, cp = cell.count("pp", 1), cell.count("cp", 1)
     if ep > 1 and dp * fsdp * tp * pp * cp * ep == devices:
-        # MaxText's expert axis has ranks of its own, which hold parts of the batch, too.
+        # MaxText's expert axis has its own ranks, which also split the batch.
         dp *= ep
     return Plan(
         dp=dp,
@@ -165,8 +165,8 @@ def _plan(cell: Cells, devices: int) -> Plan:
         sp=cell.text("framework").lower() not in FRAMEWORKS["whole_sequences"]
         and "no sequence parallelism" not in cell.text("notes"),
         pp=pp,
-        # Experts are spread over data-parallel ranks first; what is left spans tensor ranks,
-        # which hold whole experts then.
+        # Experts are spread over data-parallel ranks first; the rest spans tensor-parallel ranks,
+        # which then hold whole experts.
         ep=gcd(ep, dp * fsdp),
         cp=cp,
         zero=0 if fsdp > 1 else zero,
@@ -182,13 +182,13 @@ _SIZES = ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab", "seq")
 
 def _workload(cell: Cells, batch: int) -> Workload:
     dtype = format_name(re.sub(case_data()["undecided"], "", cell.text("dtype")) or "bf16")
-    # Recipes of one type, such as fp8_full, differ in what they leave out.
+    # Recipes of one format, such as fp8_full, differ in the layers that they exclude.
     dtype = next((d for d in PRODUCTS if dtype.startswith(f"{d}_")), dtype)
     if dtype not in PRODUCTS:
         raise PlanError(f"dtype {dtype!r} is not known", hint=", ".join(PRODUCTS))
     plain = dtype if dtype in DTYPES and dtype != "fp8" else "bf16"
     note = cell.text("arch_note")
-    # A size that a row lacks is refused as 0.
+    # A missing size becomes 0, which is refused.
     sizes = {**dict.fromkeys(_SIZES, 0), **cell.sizes(), **noted_sizes(note)}
     if "window" in sizes:
         sizes["window_share"] = noted_share("window_share", note) or 1.0
@@ -211,8 +211,8 @@ class StepRuns:
 
     Args:
         rows: The rows.
-        model: Model of library operators; ``None`` for rooflines.
-        show: Told of progress: rows done and rows in all.
+        model: Latency model of library operators; ``None`` for rooflines.
+        show: Progress callback: rows done, rows in total.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class StepRuns:
             for row in rows
         ]
         self.show, self.operators = show, model
-        #: Tasks of a pipeline that are placed one by one.
+        #: Maximum number of pipeline tasks that are scheduled one by one.
         self.most_tasks = MOST_TASKS
         self.contexts: list[StepContext] = [row_context(row) for row in self.rows]
         self._latency: dict[str, OperatorLatency] = {}
@@ -236,11 +236,11 @@ class StepRuns:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Ask for every operator of every chip at once."""
+        """Price all operators of each chip in one batch."""
         calls: dict[str, dict[Op, None]] = {}
         for row in self.rows:
             own = calls.setdefault(row.cluster.device, {})
-            # A row that fails here fails in its step as well, where it is told.
+            # A row that fails here fails again in its own step, where the error is reported.
             with suppress(OpcastError, *FAULTS):
                 for stage in dict.fromkeys(step_stages(row.workload, row.plan)):
                     own |= dict.fromkeys(stage.counts())
@@ -250,13 +250,13 @@ class StepRuns:
             self._ops[device] = dict(zip(asked, latency(list(asked)), strict=True))
 
     def part(self, rows: Sequence[StepRow]) -> StepRuns:
-        """Some of the rows, with the operators and collectives that are known by now."""
+        """Return some of the rows, sharing the operators and collectives priced so far."""
         part = copy(self)
         part.rows, part.contexts = list(rows), [row_context(row) for row in rows]
         return part
 
     def _on(self, cluster: Cluster) -> StepPredictor:
-        """Predictor of steps on a cluster; its collectives are asked for once."""
+        """Return the predictor of steps on a cluster; its collectives are priced once."""
         if cluster not in self._clusters:
             own = StepPredictor(cluster, None, latency=self._latency[cluster.device])
             own.priced.ops = self._ops[cluster.device]
@@ -264,7 +264,7 @@ class StepRuns:
         return self._clusters[cluster]
 
     def costs(self, row: StepRow, effects: StepEffects) -> Costs:
-        """Costs of a row under effects."""
+        """Return the costs of a row with effects applied."""
         return self._on(row.cluster).priced.with_effects(effects, row.cluster.box)
 
     def step(self, row: StepRow, effects: StepEffects) -> StepTime:
@@ -274,13 +274,13 @@ class StepRuns:
     def simulate(
         self, which: Sequence[int], table: EffectTable, shifts: Mapping[str, float]
     ) -> np.ndarray:
-        """Logarithms of simulated seconds, as :data:`opcast.models.steps.effects.Simulate`."""
+        """Return logs of simulated seconds; see :data:`opcast.models.steps.effects.Simulate`."""
         return np.array(
             [self._log(self.rows[i], table.effects(self.contexts[i], shifts)) for i in which]
         )
 
     def _log(self, row: StepRow, effects: StepEffects) -> float:
-        """Logarithm of a row's simulated seconds; effects that it does not feel count as none."""
+        """Return the logarithm of a row's simulated seconds, cached by the effects that matter."""
         none, absent = StepEffects(), set[str]()
         if not row.workload.experts:
             absent.add("experts")
@@ -294,7 +294,7 @@ class StepRuns:
         return self._logs[key]
 
     def predict(self, model: StepModel) -> list[StepPrediction | str]:
-        """Predict every row as a user who types it gets it; where that fails, say why instead."""
+        """Predict every row as users would get it; rows that fail give the reason instead."""
         found: list[StepPrediction | str] = []
         for row in self.rows:
             try:
@@ -309,13 +309,13 @@ class StepRuns:
 
 
 def floor_seconds(row: StepRow) -> float:
-    """Least seconds of a row's steps: its matrix products at the dense peak."""
+    """Return the minimum seconds of a row's steps: its matrix products at the dense peak."""
     spec = find_device(row.cluster.device)
     return arithmetic_seconds(as_multiplied(row.workload, spec), row.plan, spec) * row.share
 
 
 def fullest(row: StepRow) -> StageMemory:
-    """Memory of the stage that needs most, by the plain count."""
+    """Return the memory of the stage that needs most, without learned corrections."""
     spec = find_device(row.cluster.device)
     workload = as_multiplied(row.workload, spec)
     stages = memory_of(workload, row.plan, weight_copies(workload, spec))
@@ -323,7 +323,7 @@ def fullest(row: StepRow) -> StageMemory:
 
 
 def row_context(row: StepRow) -> StepContext:
-    """Context of a row: its framework, chip and whose cluster it is."""
+    """Return the context of a row: framework, chip and owner of the cluster."""
     return device_context(
         find_device(row.cluster.device),
         row.workload.product_bits,

@@ -1,8 +1,8 @@
-"""A run of training: days and cost until some tokens are seen, on devices that fail.
+"""Training runs on devices that fail: days and cost of training on a number of tokens.
 
-Failures come at a constant rate. A run writes a checkpoint after every stretch of work; what was
-done since the last one is lost with a failure, after which the job is restarted, and waits for a
-repair where no spare box is left.
+Failures occur at a constant rate. A run writes a checkpoint after every stretch of work; a failure
+loses the work since the last one. The job is then restarted, after a repair if no spare node is
+left.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ if TYPE_CHECKING:
     from .step import StepPrediction
 
 #: Hours of a device, with its share of host and network, between failures that stop a job: Llama 3
-#: 405B met 419 in 54 days of 16,384 H100 (The Llama 3 Herd of Models, 2024, section 3.3.4).
+#: 405B had 419 in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 2024, section 3.3.4).
 MTBF_H = 16384 * 54 * 24 / 419
-#: By which factor it differs between sites: OPT-175B's log has 13,000 hours, Llama 3's 51,000,
-#: MegaScale's (NSDI 2024) some 100,000.
+#: Factor by which the MTBF differs between sites: OPT-175B's log has 13,000 hours, Llama 3's
+#: 51,000, MegaScale's (NSDI 2024) some 100,000.
 MTBF_FACTOR = 2.5
-#: Seconds until a job that failed trains again, to find and replace what broke included: less than
+#: Seconds from a failure until the job trains again, including diagnosis and replacement: less than
 #: ten minutes in MegaScale (NSDI 2024, section 6.3).
 RESTART_S = 600.0
-#: Seconds that training waits for a checkpoint which is written in the background, beside the copy
-#: to the host's memory: 6.3 s of a 7B model (PyTorch, "Reducing Model Checkpointing Times by Over
-#: 10x with PyTorch Distributed Asynchronous Checkpointing", 2024).
+#: Seconds for which training waits for an asynchronous checkpoint, besides the copy to host memory:
+#: 6.3 s for a 7B model (PyTorch, "Reducing Model Checkpointing Times by Over 10x with PyTorch
+#: Distributed Asynchronous Checkpointing", 2024).
 CHECKPOINT_S = 6.3
 _DAY, _HOUR = 86400.0, 3600.0
-#: Expected failures in one go from which it never ends: one of e^20 attempts does.
+#: Expected failures per attempt above which a run never ends: one of e^20 attempts succeeds.
 _HOPELESS = 20.0
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What is asked about a run; hours and seconds as its names say.
+    """Settings of a run; units as in the names.
 
     Attributes:
-        tokens: To be trained on.
-        mtbf_h: Hours of one device between failures that stop the job; 0 for :data:`MTBF_H`, of
-            which the interval holds a factor of :data:`MTBF_FACTOR`.
+        tokens: Tokens to train on.
+        mtbf_h: Hours of one device between failures that stop the job; 0 for :data:`MTBF_H`, with
+            a factor of :data:`MTBF_FACTOR` in the interval.
         restart_s: From a failure until the job trains again.
-        checkpoint_s: Wait of training for a checkpoint; -1 for :data:`CHECKPOINT_S` and the
-            copy of the device's state to its host.
-        every_s: Work between checkpoints; 0 for the best.
-        spares: Boxes that stand by; -1 for as many as are needed.
-        repair_h: Until a box that failed is a spare again; with ``spares``.
-        days: Deadline whose probability is asked; 0 for none.
+        checkpoint_s: Time for which training waits for a checkpoint; -1 for :data:`CHECKPOINT_S`
+            and the copy of the device's state to its host.
+        every_s: Work between checkpoints; 0 for the optimum.
+        spares: Spare nodes; -1 for as many as are needed.
+        repair_h: Time until a failed node is a spare again; with ``spares``.
+        days: Deadline whose probability is computed; 0 for none.
     """
 
     tokens: float = 0.0
@@ -68,21 +68,21 @@ class RunSettings:
     days: float = 0.0
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Check that all settings are given and in range.
 
         Raises:
-            PlanError: A value is missing, not finite, or below what it may be.
+            PlanError: A value is missing, not finite, or too small.
         """
         for name, value in asdict(self).items():
-            # Of these -1 stands for what is taken where nothing is said.
+            # For these, -1 stands for the default.
             least = -1.0 if name in ("spares", "checkpoint_s") else 0.0
             if not value < inf or (value < 0 and value != least):
-                raise PlanError(f"{name}={value:g} is no time or number", where="run")
+                raise PlanError(f"{name}={value:g} is not a valid time or number", where="run")
         if not self.tokens:
-            raise PlanError("how long is the run?", where="run", hint="as in --run tokens=15e12")
+            raise PlanError("the run has no length", where="run", hint="as in --run tokens=15e12")
         if (self.spares >= 0) != (self.repair_h > 0):
             raise PlanError(
-                "spares come back after a repair",
+                "spares and repair_h belong together",
                 where="run",
                 hint="give both or neither, as in spares=4,repair_h=24",
             )
@@ -90,14 +90,14 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Wall:
-    """Time of some work on devices that fail; seconds.
+    """Wall time of some work on devices that fail; seconds.
 
     Attributes:
         mean: Expected time.
-        deviation: Its standard deviation.
+        deviation: Standard deviation of the time.
         failures: Expected number of failures that stop the job.
-        written: Time in which checkpoints are waited for, of work that counts.
-        stalled: Time without a spare, expected.
+        written: Time spent waiting for checkpoints, of work that is kept.
+        stalled: Expected time without a spare node.
     """
 
     mean: float
@@ -108,22 +108,22 @@ class Wall:
 
 
 def best_stretch(checkpoint: float, rate: float) -> float:
-    """Work between checkpoints that costs least, in seconds.
+    """Return the optimal work between checkpoints, in seconds.
 
     Young's first-order optimum (CACM 17(9), 1974): ``sqrt(2 · checkpoint / rate)``.
 
     Args:
         checkpoint: Seconds that training waits for one.
-        rate: Failures per second.
+        checkpoint: Seconds for which training waits per checkpoint.
     """
     return sqrt(2.0 * checkpoint / rate) if rate else inf
 
 
 def _attempts(length: float, rate: float) -> tuple[float, float, float]:
-    """Times lost before a stretch without failure: how many, and mean and variance of each.
+    """Return the mean number of failed attempts at a stretch, and mean and variance of each (s).
 
-    An attempt fails with ``1 - exp(-rate · length)``, after a time that is exponential below
-    ``length``.
+    An attempt fails with probability ``1 - exp(-rate · length)``, after a time that is exponential,
+    truncated at ``length``.
     """
     if not rate:
         return 0.0, 0.0, 0.0
@@ -133,7 +133,7 @@ def _attempts(length: float, rate: float) -> tuple[float, float, float]:
 
 
 def _until_whole(length: float, rate: float) -> tuple[float, float]:
-    """Mean and variance of the time until ``length`` seconds pass without a failure."""
+    """Return mean and variance of the time until ``length`` seconds pass without a failure."""
     often, mean, variance = _attempts(length, rate)
     return length + often * mean, often * variance + often * (often + 1.0) * mean**2
 
@@ -147,35 +147,35 @@ def wall_time(
     spares: int = -1,
     repair: float = 0.0,
 ) -> Wall:
-    """Time of work on devices that fail, with checkpoints and restarts.
+    """Return the wall time of work on devices that fail, with checkpoints and restarts.
 
     The mean without stalls is Daly's (Future Generation Computer Systems 22, 2006, equation 20):
     ``work / stretch · exp(rate · restart) · (exp(rate · (stretch + checkpoint)) - 1) / rate``.
-    Boxes under repair are as many as customers of Erlang's loss system of ``spares + 1`` servers,
-    in which the job stands still while all are taken.
+    Nodes under repair follow Erlang's loss system of ``spares + 1`` servers; the job stalls while
+    all servers are busy.
 
     Args:
         work: Seconds without failures and checkpoints.
         rate: Failures per second.
         stretch: Seconds of work between checkpoints.
-        checkpoint: Seconds that training waits for each.
-        restart: Seconds from a failure until training goes on; it may fail as well.
-        spares: Boxes that stand by; negative for as many as are needed.
-        repair: Mean seconds until a box is a spare again.
+        checkpoint: Seconds for which training waits per checkpoint.
+        restart: Seconds from a failure until training continues; a restart may fail as well.
+        spares: Spare nodes; negative for as many as are needed.
+        repair: Mean seconds until a failed node is a spare again.
 
     Raises:
-        PlanError: A stretch or a restart practically never ends without a failure.
+        PlanError: A stretch or a restart practically never succeeds.
     """
     if rate * max(min(stretch, work) + checkpoint, restart) > _HOPELESS:
         raise PlanError(
-            f"a failure every {1.0 / rate:.3g} s lets nothing end",
+            f"with a failure every {1.0 / rate:.3g} s the run never ends",
             where="run",
-            hint="is mtbf_h in hours of one device?",
+            hint="check that mtbf_h is in hours of one device",
         )
     pieces = max(1.0, work / min(stretch, work))
     often, lost, apart = _attempts(work / pieces + checkpoint, rate)
     again, spread = _until_whole(restart, rate)
-    # Each failed attempt is followed by a restart; a geometric number of both.
+    # Each failed attempt is followed by a restart; their number is geometric.
     mean = pieces * (work / pieces + checkpoint + often * (lost + again))
     stall = scatter = 0.0
     if spares >= 0 and rate:
@@ -183,7 +183,7 @@ def wall_time(
         for servers in range(1, spares + 2):
             blocked = taken * blocked / (servers + taken * blocked)
         stall = mean * blocked / (1.0 - blocked) / (pieces * often)
-        # It lasts until the first of all broken boxes is repaired: exponential, and rarely none.
+        # A stall lasts until the first broken node is repaired: exponential, and zero mostly.
         scatter = max(0.0, stall * (2.0 * repair / (spares + 1) - stall))
     variance = often * (apart + spread + scatter)
     variance += often * (often + 1.0) * (lost + again + stall) ** 2
@@ -193,15 +193,15 @@ def wall_time(
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run of training.
+    """A training run.
 
     Attributes:
-        settings: What was asked.
-        steps: Optimiser steps.
-        step: Seconds of one, with its interval.
-        devices: Of the cluster.
-        checkpoint: Seconds that training waits for a checkpoint.
-        price: Of a device for an hour, if given.
+        settings: Settings of the run.
+        steps: Optimizer steps.
+        step: Seconds of a step, with interval.
+        devices: Devices of the cluster.
+        checkpoint: Seconds for which training waits per checkpoint.
+        price: Dollars per device hour, if given.
     """
 
     settings: RunSettings
@@ -212,7 +212,7 @@ class TrainingRun:
     price: float | None = None
 
     def _rate(self, mtbf_h: float) -> float:
-        """Failures per second of all devices."""
+        """Return the failures per second of all devices."""
         return self.devices / (mtbf_h * _HOUR)
 
     def _wall(self, mtbf_h: float) -> Wall:
@@ -234,19 +234,19 @@ class TrainingRun:
 
     @property
     def stretch(self) -> float:
-        """Seconds of work between checkpoints: whole steps."""
+        """Seconds of work between checkpoints, rounded to whole steps."""
         best = best_stretch(self.checkpoint, self._rate(self.mtbf_h))
         asked = self.settings.every_s or best
         return max(1, round(asked / self.step.value)) * self.step.value
 
     @cached_property
     def wall(self) -> Wall:
-        """The time as it is expected."""
+        """Expected wall time."""
         return self._wall(self.mtbf_h)
 
     @cached_property
     def seconds(self) -> Interval:
-        """All of the run: errors of the step, chance, and failures that are not those of a site."""
+        """Seconds of the run; the interval covers step errors, chance and the site's MTBF."""
         mean = self.wall.mean
         chance = NORMAL_90 * self.wall.deviation / mean
         few, many = mean, mean
@@ -255,12 +255,12 @@ class TrainingRun:
             many = self._wall(self.mtbf_h / MTBF_FACTOR).mean
         down = hypot(log(self.step.value / self.step.lo), log(mean / few), chance)
         up = hypot(log(self.step.hi / self.step.value), log(many / mean), chance)
-        # Nothing is faster than steps at the end of their interval without a failure.
+        # The fastest run has steps at their lower bound and no failure.
         least = self.steps * self.step.lo
         return Interval(mean, max(mean * exp(-down), least), mean * exp(up))
 
     def to_dict(self) -> JsonObject:
-        """Plain data, as ``opcast simulate --run --json`` prints it."""
+        """Return JSON data, as ``opcast simulate --run --json`` prints it."""
         wall, span = self.wall, self.seconds
         trained = self.steps * self.step.value
         data: JsonObject = {
@@ -285,7 +285,7 @@ class TrainingRun:
         return data
 
     def lines(self) -> list[str]:
-        """For people: days and cost of the run, what failures take of it, and the deadline."""
+        """Return lines for people: days, cost, share lost to failures, and the deadline."""
         data, own = self.to_dict(), self.settings
         lines = [
             f"{own.tokens:,.0f} tokens in {self.steps:,} steps: {data['days']:.3g} days "
@@ -296,7 +296,7 @@ class TrainingRun:
             lines[0] += f", cost {plain(data['cost'], 4)} ({plain(data['cost_lo'], 4)} to "
             lines[0] += f"{plain(data['cost_hi'], 4)})"
         stalled = f", {data['stalled_share']:.1%} without a spare" if own.spares >= 0 else ""
-        said = "as given" if own.mtbf_h else "as of Llama 3's run"
+        said = "as given" if own.mtbf_h else "as in Llama 3's run"
         lines.append(
             f"{data['goodput']:.1%} of them train: {data['failures']:,.0f} failures (each "
             f"{self.mtbf_h:,.0f} device hours, {said}), a checkpoint of "
@@ -309,11 +309,11 @@ class TrainingRun:
 
 
 def training_run(asked: JsonMapping, found: StepPrediction, host_link: float) -> TrainingRun:
-    """The run whose steps were predicted.
+    """Return the training run of a predicted step.
 
     Args:
         asked: Fields of :class:`RunSettings`.
-        found: The step.
+        found: The predicted step.
         host_link: Bytes per second between a device and its host.
 
     Raises:

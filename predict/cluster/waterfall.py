@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does: its terms, how sure each is, and where it was learned."""
+"""Breakdown of a step into terms, with the uncertainty of each and what was learned about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
 from .spread import RHO, combined_spread
 
-#: Name of each term; the first four are the classes of operators.
+#: Names of the terms; the first four are the operator classes.
 NAMES = {
     "product": "matrix products",
     "attention": "attention",
@@ -39,11 +39,11 @@ class Term(NamedTuple):
 
     Attributes:
         name: One of the values of :data:`NAMES`.
-        seconds: What it adds to the step.
-        lo: Seconds of the whole step at the lower end of this term's 90 % interval.
-        hi: At its upper end.
-        lessons: What was learned of it: level and value (``framework nanotron``), and the factor on
-            the class of cost. Empty where nothing was.
+        seconds: Contribution to the step.
+        lo: Seconds of the whole step at the lower bound of this term's 90 % interval.
+        hi: The same at the upper bound.
+        lessons: Learned effects: level and value (``framework nanotron``), and the factor on the
+            cost class; empty without any.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Term(NamedTuple):
     lessons: tuple[tuple[str, float], ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data; times in microseconds."""
+        """Return JSON data; times in microseconds."""
         return {
             "name": self.name,
             "us": self.seconds * 1e6,
@@ -65,16 +65,16 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Takes a step apart.
+    """Breakdown of a step into terms.
 
     Attributes:
         workload: Model that is trained.
-        plan: Resolved.
-        costs: Under the effects that were learned.
-        counts: How often the busiest stage runs each operator.
+        plan: The resolved plan.
+        costs: Costs with the learned effects applied.
+        counts: Executions of each operator on the busiest stage.
         step: The step.
         table: Learned effects.
-        context: Of the step.
+        context: Context of the step.
     """
 
     workload: Workload
@@ -86,16 +86,16 @@ class Waterfall:
     context: StepContext
 
     def terms(self) -> list[Term]:
-        """Terms of the step, in order of time; their seconds add up to the step's.
+        """Return the terms in order of decreasing time; their seconds add up to the step's.
 
-        Collectives, launches and hand-overs are what the step loses when they are taken away, one
-        after the other, so that only what is exposed counts. Operators are those of the busiest
-        stage; the rest is the bubble.
+        Collectives, launches and pipeline sends count by how much faster the step is when they are
+        removed, one after the other, so only exposed time counts. Operators are those of the
+        busiest stage; the rest is the bubble.
         """
         seconds = dict[str, float]()
         left, effects = self.step.total, self.costs.effects
         away = {
-            # Launches first: without collectives the host would be waited for longer.
+            # Launches first: without collectives, waiting for the host would take longer.
             "launch": {"launch_s": 0.0, "collective_s": 0.0},
             "hop": {"hop_s": 0.0},
             "between": {"between": 0.0},
@@ -120,7 +120,7 @@ class Waterfall:
         return found
 
     def whole(self) -> tuple[tuple[str, float], ...]:
-        """What was learned of the whole step, beyond its terms."""
+        """Return the learned effects on the whole step, beyond its terms."""
         return tuple(self.table.lessons(self.context, WHOLE))
 
     def _total(self, effects: StepEffects) -> float:
@@ -128,7 +128,7 @@ class Waterfall:
         return step_time(self.workload, self.plan, costs).total
 
     def _ends(self, name: str, sure: Mapping[str, float]) -> tuple[float, float]:
-        """Seconds of the step with a class of cost at both ends of its interval."""
+        """Return the seconds of the step with a cost class at both bounds of its interval."""
         if name not in PRIOR:
             return self.step.total, self.step.total
         field = FIELDS.get(name, name)
@@ -142,7 +142,7 @@ class Waterfall:
         return found[0], found[1]
 
     def _measured(self, name: str, side: int) -> float:
-        """How far the interval of operators or collectives reaches on one side, as a logarithm."""
+        """Return the half-width of operators or collectives on one side, as a logarithm."""
         if name in _OPERATORS:
             own = [(self.costs.ops[c], n) for c, n in self.counts.items() if c.kind == name]
             times = np.array([time * n for time, n in own])
@@ -162,7 +162,7 @@ class Waterfall:
 
 
 def by_name(seconds: Mapping[Op, float]) -> dict[str, float]:
-    """Seconds of operators by their names, the longest first."""
+    """Return the seconds of operators by name, the longest first."""
     totals: dict[str, float] = {}
     for call, value in seconds.items():
         totals[call.name] = totals.get(call.name, 0.0) + value

@@ -299,7 +299,7 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
     ("options", "said"),
     [
         (["--plan", "zero=2"], "'zero=2' is no part"),
-        (["--plan", "ep=2"], "the model has none"),
+        (["--plan", "ep=2"], "is for models with experts"),
         (["--plan", "tp=4"], "need 4 devices"),
         (["--plan", "tp=1", "--prefill", "tp=2"], "need 3 devices (2 of them run prompts)"),
         (["--framework", "vlmm"], "framework 'vlmm' is not known (vllm"),
@@ -315,7 +315,7 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
         (["--accepted", "2"], "--accepted does not apply"),
         (["--weights", "ternary"], "ternary"),
         (["--router", "random"], "'random' is not known"),
-        (["--experts", "fp8"], "the model has none"),
+        (["--experts", "fp8"], "is for models with experts"),
         (["--prefix-hits", "0.5", "--no-prefix-cache"], "without a prefix cache"),
         (["--whole-prompts", "--token-budget", "512"], "a prompt has 1024 tokens, a pass at most"),
     ],
@@ -424,7 +424,7 @@ def test_planning_takes_what_serving_takes():
     hopeless = planned("--slo", "ttft=0.001ms")
     assert hopeless.exit_code == 1 and "best" in json.loads(hopeless.stdout)
     routed = planned("--router", "prefix-aware")
-    assert routed.exit_code != 0 and "what its prompts share" in str(routed.exception)
+    assert routed.exit_code != 0 and "with block hashes" in str(routed.exception)
 
 
 CONFIG = {

@@ -217,7 +217,7 @@ def test_serving_is_simulated_as_on_the_command_line(ask):
     status, error = ask(SERVING, body | {"rate": 2.0})
     assert status == 422 and "concurrency and rate" in error["what"]
     status, error = ask(SERVING, body | {"prefill": ""})
-    assert status == 422 and "workers that run prompts alone" in error["what"]
+    assert status == 422 and "need prefill workers" in error["what"]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ LLAMA_405B = {
     ("model", "sizes", "plan", "virtual"),
     [
         ("llama", "layers=8,batch=64", "tp=4,pp=2,dp=2", 2),
-        # 79 GiB of 80 as 1F1B, and 91 in chunks, which the error of the count allows.
+        # 79 GiB of 80 as 1F1B, and 91 in chunks, which the error of the estimate allows.
         ("llama-3-8b", "batch=16,seq=65536", "tp=4,pp=4", 4),
         # 79 GiB, and 106 in chunks, which it does not.
         ("llama-3-8b", "batch=16,seq=32000", "tp=2,pp=8", 1),
@@ -112,13 +112,13 @@ def test_a_pipeline_is_interleaved_where_that_fits(recompute, fits):
 
     plain, chunks = asked(",schedule=1f1b"), asked(",schedule=interleaved,virtual=3")
     assert (plain.fit.fits, chunks.fit.fits) == fits
-    # 81 GiB are within the error of the count, and where neither fits nothing speaks for 1F1B.
+    # 81 GiB are within the error of the estimate; where neither fits, nothing speaks for 1F1B.
     found = asked("")
     assert found.plan == chunks.plan and found.step.total == chunks.step.total
     assert found.interval.lo == min(plain.interval.lo, chunks.interval.lo)
     assert found.interval.hi == max(plain.interval.hi, chunks.interval.hi)
     (note,) = [note for note in found.notes() if "interleaved" in note]
-    assert ("error of the count" in note) == (fits == (True, False))
+    assert ("error of the estimated memory" in note) == (fits == (True, False))
 
 
 @pytest.mark.parametrize(("gib", "may"), [(79, True), (97, True), (98, False)])

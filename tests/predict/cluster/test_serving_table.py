@@ -233,8 +233,8 @@ def test_nearly_all_published_rows_are_expressed() -> None:
     # Nor does the catalogue have all chips (Intel's Max 1550, SambaNova's, Jetson).
     unknown = sum("is not in the catalogue" in why for why in reasons)
     assert unknown / len(rows) < 0.015
-    # Of prompts apart, seven in ten rows do not say how many workers share the requests.
-    uncounted = sum("how many workers" in why for why in reasons)
+    # Of rows with separate prefill workers, seven in ten do not give their number.
+    uncounted = sum("number of workers" in why for why in reasons)
     assert uncounted / len(rows) < 0.07
     assert sum(row is not None for row in told) / (len(told) - unknown - uncounted) > 0.98
     assert all("fails on this row" not in reason for reason in reasons)

@@ -285,7 +285,7 @@ def test_waiting_for_experts_lowers_the_end_of_the_interval():
     wait, total = found.step.communication["expert"], found.step.total
     assert wait > 0.3 * total and found.step.bubble == 0.0
     assert found.interval.lo <= (total - 0.7 * wait) * (1 + 1e-9)
-    assert any("all-to-alls of expert parallelism" in note for note in found.notes())
+    assert any("expert-parallel all-to-alls" in note for note in found.notes())
     # 4 of the 8 s of a device, so half of the bubble of 2 s as well: 10 - 0.7 x 4 x 10 / 8.
     by_hand = {"total": 10.0, "exposed": 5.0, "bubble": 2.0}
     long = replace(found.step, communication={"expert": 4.0, "tensor": 1.0}, **by_hand)
@@ -295,7 +295,7 @@ def test_waiting_for_experts_lowers_the_end_of_the_interval():
     assert least_seconds(work, few) == 10.0
     # The same layers without expert parallelism have neither note nor wait.
     alone = StepPredictor("dgx-h100-x16", None).predict(work, parse_plan("dp=16"))
-    assert not any("expert parallelism" in note for note in alone.notes())
+    assert not any("expert-parallel" in note for note in alone.notes())
     # The whole chip is known, so that nothing but the learned effects is unsure.
     assert 0.55 * alone.step.total < alone.interval.lo < alone.step.total
 
