@@ -113,8 +113,8 @@ def best_stretch(checkpoint: float, rate: float) -> float:
     Young's first-order optimum (CACM 17(9), 1974): ``sqrt(2 · checkpoint / rate)``.
 
     Args:
-        checkpoint: Seconds that training waits for one.
         checkpoint: Seconds for which training waits per checkpoint.
+        rate: Failures per second.
     """
     return sqrt(2.0 * checkpoint / rate) if rate else inf
 

@@ -1,18 +1,17 @@
-"""Times of convolutions that no table of operators has: cuDNN's and PyTorch's own, by physics.
+"""Times of convolutions without a table: cuDNN's and PyTorch's own kernels, from physics.
 
-cuDNN multiplies 16-bit images with the channels last: others are turned first, and the result back
-(``nchwToNhwcKernel``). Each group is a product of its own, whose columns fill tiles of the matrix
-units; a few numbers of channels have kernels that serve several groups at once. Where cuDNN has no
-fast kernel it runs one that reads as the filter goes, at a few per cent of the vector units. What
-of it is a constant was fitted to whole models (``cudnn`` of features/operators/fitted.yaml).
+cuDNN multiplies 16-bit images with the channels last: other images are transposed first, and the
+result back (``nchwToNhwcKernel``). Each group is its own product, whose columns fill tiles of the
+matrix units; some numbers of channels have kernels that process several groups at once. Without a
+fast kernel, cuDNN runs one that loops over the filter at a few per cent of the vector units' peak.
+The constants were fitted to whole models (``cudnn`` of features/operators/fitted.yaml).
 
-    time = (FLOPs / (share · matrix peak) + FLOPs · cost beside / vector peak) · waves
+    time = (FLOPs / (share · matrix peak) + FLOPs · other cost / vector peak) · waves
 
-``waves`` are those that the blocks of the result take, over as many as would run if they filled all
-multiprocessors in each: few images of small sizes leave some idle, even if the sum is split among
-them (split-K). What a tile costs beside its products (addresses, loads through shared memory, the
-epilogue) goes at the pace of the rest of the chip: it decides where matrix units are many times as
-fast as that.
+``waves`` is the number of waves of result blocks over the number if every wave filled all
+multiprocessors (wave quantization): few small images leave some idle, even if the sum is split
+(split-K). The other cost of a tile (addresses, loads through shared memory, the epilogue) runs at
+the pace of the rest of the chip and dominates where matrix units are many times faster.
 """
 
 from __future__ import annotations
@@ -36,42 +35,41 @@ from .aten_work import AtenKernel
 from .prices import MEMORY_SHARE
 
 _FIT = fitted("cudnn")
-#: Taps of the filters for which PyTorch calls cuDNN's depthwise convolutions of 16-bit images in
-#: NCHW, and the least number of their channels; all others run by kernels of its own
-#: (Convolution.cpp, use_cudnn_depthwise and check_cudnn_depthwise_workload_with_filter).
+#: Filter taps, and minimum channels, for which PyTorch calls cuDNN's depthwise convolution of
+#: 16-bit NCHW images; others run its own kernels (Convolution.cpp, use_cudnn_depthwise and
+#: check_cudnn_depthwise_workload_with_filter).
 _CUDNN_TAPS, _CUDNN_CHANNELS = (1, 9, 25), 32
-#: Taps for which cuDNN has depthwise kernels with the channels last.
+#: Filter taps for which cuDNN has depthwise kernels with the channels last.
 _LAST_TAPS = (1, 9, 25, 49)
-#: First release of PyTorch that comes with cuDNN 8.3 (its wheels), and fewest groups and most
-#: channels of one for which that has kernels of several groups at once, read off training on the
-#: 3090. Before, there had to be a multiple of 32 groups of as many channels as a power of two.
+#: First PyTorch release whose wheels contain cuDNN 8.3, and the minimum groups and maximum channels
+#: per group for which that has kernels for several groups at once (from training on the RTX 3090).
+#: Earlier releases need a multiple of 32 groups, and a power of two of channels.
 _SERVES_MORE, _FEWEST_GROUPS, _MOST_CHANNELS = (1, 12), 6, 48
 _TOGETHER, _LEAST_CHANNELS = 32, 4
-#: Threads of a block of PyTorch's gradient of a depthwise filter, at most (DepthwiseConv2d.cu,
-#: MAX_BLOCK_SIZE), and blocks of it that a multiprocessor of 1,536 threads holds.
+#: Maximum threads per block of PyTorch's depthwise weight gradient (DepthwiseConv2d.cu,
+#: MAX_BLOCK_SIZE), and its blocks per multiprocessor of 1,536 threads.
 _THREADS, _BLOCKS = 256, 6
 
 
 def cudnn_seconds(work: AtenKernel, spec: DeviceSpec, release: str = "") -> float:
-    """Seconds of a convolution of 16 bits, or in TF32, by cuDNN, with the turns of its images.
+    """Return the seconds of a 16-bit or TF32 convolution by cuDNN, including transposes.
 
     Args:
-        work: A convolution that is neither transposed nor depthwise, in the format that it
-            multiplies.
-        spec: A GPU of NVIDIA's.
-        release: Of PyTorch; empty for a recent one.
+        work: A convolution that is neither transposed nor depthwise, in its compute format.
+        spec: An NVIDIA GPU.
+        release: PyTorch release; empty for a recent one.
     """
     groups, channels = work.shape[0], _narrowest(work)
     memory = work.bytes / (spec.bandwidth * MEMORY_SHARE)
     turned = not work.channels_last and work.conv_size("c") > IMAGE
-    # Powers of two have smaller tiles where nothing is turned: with the channels last RegNets of 16
-    # of them gain a quarter over NCHW, those of 24 lose a tenth (3090 and 4090, PyTorch 2.4).
+    # Powers of two have smaller tiles where nothing is transposed: with the channels last, RegNets
+    # with 16 channels gain a quarter over NCHW, with 24 they lose a tenth (3090, 4090; PyTorch 2).
     tile = _FIT.tile_last if _is_power(channels) and not turned else _FIT.tile
     filled = _filled(channels, tile) if groups > 1 else 1.0
     flops = work.op.flops()
     matrix, vector = spec.matrix_peak(work.dtype), spec.vector_peak("f32")
     filters = work.conv is not None and work.conv["op"] == "bwd_weights"
-    # Gradients of filters are long sums of few results, which are split whatever they take.
+    # Weight gradients are long sums with few results, which are always split.
     waves = 1.0 if filters else _waves(work, spec)
     compute = flops / filled * (1.0 / (matrix * _FIT.matrix) + _FIT.beside / vector)
     seconds = max(compute * waves, memory)
@@ -83,12 +81,12 @@ def cudnn_seconds(work: AtenKernel, spec: DeviceSpec, release: str = "") -> floa
 
 
 def depthwise_times(work: AtenKernel, spec: DeviceSpec, release: str = "") -> np.ndarray:
-    """Seconds and both ends of the interval, a wide one, of a depthwise convolution.
+    """Return seconds of a depthwise convolution with (wide) interval bounds, shape ``(3,)``.
 
     Args:
         work: The convolution.
         spec: The device.
-        release: Of PyTorch; empty for a recent one.
+        release: PyTorch release; empty for a recent one.
     """
     assert work.conv is not None
     width = 4.0 if work.dtype == "f32" else 2.0
@@ -107,12 +105,12 @@ def depthwise_times(work: AtenKernel, spec: DeviceSpec, release: str = "") -> np
     )
     slow = 0.0
     if own and not filters:
-        # Filters of one, three and five rows have kernels whose loops are unrolled.
+        # Kernels for filters of one, three and five rows have unrolled loops.
         if work.taps not in _CUDNN_TAPS and spec.clock_hz:
             slow = multiplied / (_FIT.looped_taps * spec.core_count * spec.clock_hz)
     elif own:
-        # PyTorch's kernel has a block for each tap of a channel (DepthwiseConv2d.cu), so both
-        # tensors are read from L2 once for each tap, and few channels leave the chip idle.
+        # PyTorch's kernel has a block per tap of a channel (DepthwiseConv2d.cu), so both tensors
+        # are read from L2 once per tap, and few channels leave the chip idle.
         cache = spec.levels[0].bandwidth * memory.cache
         busy = _THREADS * min(work.shape[0] * work.taps, _BLOCKS * spec.core_count)
         steps = multiplied / busy * _FIT.step_cycles / spec.clock_hz if spec.clock_hz else 0.0
@@ -126,7 +124,7 @@ def depthwise_times(work: AtenKernel, spec: DeviceSpec, release: str = "") -> np
 
 
 def _runs_own_kernel(work: AtenKernel) -> bool:
-    """Whether PyTorch runs a depthwise convolution on NVIDIA's GPUs by a kernel of its own."""
+    """Return whether PyTorch uses its own kernel for a depthwise convolution on NVIDIA GPUs."""
     if work.dtype == "f32":
         return True
     return not work.channels_last and (
@@ -135,12 +133,12 @@ def _runs_own_kernel(work: AtenKernel) -> bool:
 
 
 def _narrowest(work: AtenKernel) -> int:
-    """Channels of a group, of its input or its output, whichever are fewer."""
+    """Return the channels per group of input or output, whichever are fewer."""
     return max(1, min(work.conv_size("c"), work.conv_size("k")) // work.conv_size("groups"))
 
 
 def _waves(work: AtenKernel, spec: DeviceSpec) -> float:
-    """Waves of blocks of a product's results, over the part of them that is filled."""
+    """Return the waves of a product's result blocks over their filled part."""
     groups, rows, columns, terms = work.shape
     blocks = groups * ceil(rows / _FIT.block) * ceil(columns / _FIT.block)
     parts = max(1, min(int(terms // _FIT.split), spec.core_count // blocks))
@@ -148,12 +146,12 @@ def _waves(work: AtenKernel, spec: DeviceSpec) -> float:
 
 
 def _filled(channels: int, tile: float) -> float:
-    """Share of the tiles of a product that its columns fill."""
+    """Return the share of a product's tiles that its columns fill."""
     return channels / (ceil(channels / tile) * tile)
 
 
 def _served_together(groups: int, channels: int, release: str) -> bool:
-    """Whether a kernel makes gradients of filters of several groups at once."""
+    """Return whether one kernel computes weight gradients of several groups at once."""
     if is_older(release, _SERVES_MORE):
         enough = channels >= _LEAST_CHANNELS
         return groups % _TOGETHER == 0 and _is_power(channels) and enough

@@ -1,4 +1,4 @@
-"""Classes of cost of PyTorch's kernels, which measured whole models teach factors of."""
+"""Cost classes of PyTorch's kernels, for which factors are learned from measured whole models."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...models.operators import OpModel
 from .aten_traffic import NAMES
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PRODUCT, SOFTMAX, AtenKernel
 
-#: Most channels of an image.
+#: Maximum channels of an image.
 IMAGE = 4
 
-#: Families of operators that measure classes of cost by themselves.
+#: Operator families whose measurements cover cost classes directly.
 _MEASURED_BY = {
     "graph/linear": ("product", "bmm"),
     "graph/context_attention": ("attention", "attention_backward"),
@@ -22,12 +22,12 @@ _MEASURED_BY = {
 
 
 def cost_class(work: AtenKernel, compiled: bool, platform: str) -> str:
-    """Class of a kernel's cost, one of :data:`opcast.models.program.pytorch.COSTS`.
+    """Return the cost class of a kernel, one of :data:`opcast.models.program.pytorch.COSTS`.
 
     Args:
         work: The kernel.
         compiled: Whether ``torch.compile`` made it.
-        platform: Of the device it runs on.
+        platform: Platform of the device.
     """
     back = "_backward" if work.phase == "backward" else ""
     last = "_last" if work.channels_last else ""
@@ -42,7 +42,7 @@ def cost_class(work: AtenKernel, compiled: bool, platform: str) -> str:
     for norm in ("batch_norm", "group_norm"):
         if norm in work.name and "+" not in work.name:
             return f"{norm.replace('_', '')}{back}{last}"
-    # On a GPU a pass by itself takes what it takes in an eager program.
+    # On a GPU a pass that is not fused takes the same time as in an eager program.
     if compiled and ("+" in work.name or platform == "cpu"):
         return "fused"
     if work.name == "_to_copy":
@@ -64,10 +64,10 @@ def _convolution(work: AtenKernel) -> str:
 
 
 def measured_costs(spec: DeviceSpec, bundle: OpModel) -> frozenset[str]:
-    """Classes of cost whose kernels were measured by themselves on a chip of the architecture.
+    """Return the cost classes whose kernels were measured on a chip of the same architecture.
 
-    How fast products and attention are under load differs most between architectures (clocks,
-    power), so that nothing is taken over from models on chips of others.
+    Speeds of products and attention under load differ most between architectures (clocks, power),
+    so factors learned from whole models on other architectures do not apply to them.
     """
     found: set[str] = set()
     for key, costs in _MEASURED_BY.items():
@@ -79,7 +79,7 @@ def measured_costs(spec: DeviceSpec, bundle: OpModel) -> frozenset[str]:
 
 
 def seconds_by_class(costs: Sequence[str], seconds: np.ndarray) -> dict[str, float]:
-    """Sums of seconds, shape ``(n,)``, by class of cost."""
+    """Return the sums of seconds, shape ``(n,)``, by cost class."""
     sums: dict[str, float] = {}
     for cost, own in zip(costs, seconds.tolist(), strict=True):
         sums[cost] = sums.get(cost, 0.0) + own

@@ -1,4 +1,4 @@
-"""Chains of element-wise ATen operators fused into kernels, as ``torch.compile`` generates them."""
+"""Fusion of element-wise ATen operators and reductions into kernels, as ``torch.compile`` does."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from .aten_products import multiplies
 from .aten_traffic import LOOKUPS, NAMES, Use, evaluated
 from .aten_work import AtenKernel, moving, used
 
-#: Beginnings of operators that torch.compile makes no kernels of its own for.
+#: Name prefixes of operators that torch.compile does not generate code for.
 _OPAQUE = tuple(NAMES["opaque"])
 _CONVOLUTION = "aten.convolution"
 #: Dimensions of a batch of images.
 _IMAGE = 4
-#: Whose operators the compiler generates code for; those of other libraries are called.
+#: Libraries whose operators the compiler generates code for; operators of others are called.
 _OWN = ("aten.", "prims.")
+#: Inductor's heuristics: relative time of convolutions with the channels last, by kind.
+_LONGER = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
+#: Maximum channels of a small convolution, and the number of operators per convolution from which
+#: the layout is not worth changing.
+_SMALL, _FEW = 64, 300
 
 
 def fused(recording: Recording) -> list[AtenKernel]:
-    """What the operators cost with chains of element-wise operators and reductions fused.
+    """Return the kernels of a recording with element-wise operators and reductions fused.
 
-    An operator joins the kernels that made its operands, unless that would turn the order of
-    kernels into a circle. A kernel reads each tensor that it did not make once, and writes those
-    that others read or that outlive the program. Values that are made of nothing are made again by
-    each reader. Optimisers stay as they are. Convolutions of images in two dimensions may run with
-    the channels last whatever the program's layout.
+    An operator joins the kernels that produced its operands, unless that would create a cycle. A
+    kernel reads each external tensor once, and writes tensors that other kernels read or that
+    outlive the program. Constants computed without inputs are recomputed by each reader. Optimizers
+    are not fused. 2-D image convolutions may run with the channels last, whatever the program's
+    layout.
     """
     calls = _without_constants(recording)
     if lays_channels_last(recording.calls):
@@ -38,18 +43,18 @@ def fused(recording: Recording) -> list[AtenKernel]:
 
 
 def is_opaque(call: AtenCall) -> bool:
-    """Whether an operator has kernels of its own, which nothing joins."""
-    # The compiler generates nothing for complex numbers, which stay PyTorch's operators.
+    """Return whether an operator has its own kernels, with which nothing is fused."""
+    # The compiler generates no code for complex numbers; these stay PyTorch's operators.
     hollow = any(t.dtype.startswith("complex") for t in (*call.inputs, *call.outputs))
     opaque = hollow or call.phase == "optimizer" or call.name.startswith(_OPAQUE)
     return opaque or multiplies(call.name) or not call.name.startswith(_OWN)
 
 
 def _without_constants(recording: Recording) -> list[AtenCall]:
-    """The calls but for those that make values of nothing, such as positions and masks of zeros.
+    """Return the calls without those that only create constants, such as positions and masks.
 
-    They are no traffic of their readers. What others change, outlives the program or is given to an
-    operator with kernels of its own has to be in memory.
+    Constants cost their readers no traffic. They stay in memory if others change them, if they
+    outlive the program, or if an operator with its own kernels reads them.
     """
     written = Counter(t.memory for call in recording.calls for t in call.outputs)
     held = {t.memory for call in recording.calls if is_opaque(call) for t in call.inputs}
@@ -68,7 +73,7 @@ def _without_constants(recording: Recording) -> list[AtenCall]:
 
 
 def _laid_last(call: AtenCall) -> AtenCall:
-    """A convolution whose images of two dimensions lie with the channels last."""
+    """Return a convolution with its 2-D images laid out with the channels last."""
     inputs = (replace(t, channels_last=len(t.shape) == _IMAGE) for t in call.inputs)
     return replace(call, inputs=tuple(inputs))
 
@@ -78,12 +83,12 @@ class _Group:
     """Operators of one kernel.
 
     Attributes:
-        calls: Positions in the program, in order; none if they are now another group's.
-        size: Most elements that one of them reads or writes.
-        reduces: Whether one of them makes fewer than it reads.
-        made: Elements of what they make.
-        before: Groups that come before it, as bits.
-        opaque: Whether nothing may join it.
+        calls: Positions in the program, in order; empty once merged into another group.
+        size: Maximum elements that an operator reads or writes.
+        reduces: Whether an operator writes fewer elements than it reads.
+        made: Element counts of the results.
+        before: Bit mask of the groups that run before.
+        opaque: Whether nothing may join.
     """
 
     calls: list[int]
@@ -94,8 +99,8 @@ class _Group:
     opaque: bool = False
 
     def takes(self, call: AtenCall, size: int) -> bool:
-        """Whether an operator of a size runs over its elements, those of a result, or more."""
-        # What adds up the sums of another reduction waits for all of them.
+        """Return whether an operator of some size can join."""
+        # A reduction of another reduction's sums has to wait for all of them.
         fits = size == self.size or (size in self.made and not _reduces(call, size))
         joint = call.name in NAMES["joints"] and size > self.size and not self.reduces
         return (fits or joint) and not self.opaque
@@ -116,11 +121,11 @@ class _Fusion:
 
     def _add(self, at: int, call: AtenCall) -> None:
         opaque = is_opaque(call)
-        # Of a table as much is read as is written.
+        # Only looked-up rows of a table are read: as much as is written.
         read = call.inputs[1:] if call.name in LOOKUPS else call.inputs
         size = max(prod(t.shape) for t in (*read, *call.outputs))
         makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
-        # What is overwritten must have been read, and written, before.
+        # An overwritten tensor must have been read and written before.
         earlier = {r for t in call.outputs for r in self._readers.get(t.memory, ())}
         earlier |= {self._maker[t.memory] for t in call.outputs if t.memory in self._maker}
         alone = opaque or call.name in NAMES["windows"]
@@ -146,7 +151,7 @@ class _Fusion:
                 self._merge(home, other)
 
     def _homes(self, makers: set[int], needed: set[int], call: AtenCall, size: int) -> list[int]:
-        """The kernels that an operator can join, the latest first."""
+        """Return the kernels that an operator can join, the latest first."""
         found: list[int] = []
         for home in sorted(makers, reverse=True):
             circle = any(self._groups[o].before >> home & 1 for o in needed - {home})
@@ -155,7 +160,7 @@ class _Fusion:
         return found
 
     def _follow(self, home: int, others: Iterable[int]) -> None:
-        """Let a kernel, and what comes after it, come after others."""
+        """Order a kernel, and all that come after it, behind others."""
         group, mask = self._groups[home], 0
         for other in others:
             mask |= 1 << other | self._groups[other].before
@@ -166,7 +171,7 @@ class _Fusion:
                     own.before |= group.before
 
     def _between(self, one: int, other: int) -> bool:
-        """Whether a third kernel has to run after one of two and before the other."""
+        """Return whether a third kernel has to run between two kernels."""
         for a, b in ((one, other), (other, one)):
             ahead = self._groups[b].before & ~(1 << a)
             if any(ahead >> g & own.before >> a & 1 for g, own in enumerate(self._groups)):
@@ -174,7 +179,7 @@ class _Fusion:
         return False
 
     def _merge(self, home: int, other: int) -> None:
-        """Let the operators of another kernel be this one's."""
+        """Move the operators of another kernel into this one."""
         into, gone = self._groups[home], self._groups[other]
         into.calls = sorted(gone.calls + into.calls)
         into.size, into.reduces = max(into.size, gone.size), into.reduces or gone.reduces
@@ -206,9 +211,9 @@ class _Fusion:
         return found
 
     def _order(self) -> list[int]:
-        """Kernels in the order of their last operators, each after those that it reads from.
+        """Return kernels in the order of their last operators, after the kernels that they need.
 
-        What checkpointing computes again waits until something reads it
+        Operators recomputed by checkpointing wait until something reads them
         (``reordering_to_mimic_autograd_engine`` of ``torch._functorch.partitioners``).
         """
         found: list[int] = []
@@ -234,7 +239,7 @@ class _Fusion:
                     read[t.memory] = max(read.get(t.memory, 0), t.bytes)
             for t in call.outputs:
                 made[t.memory] = max(made.get(t.memory, 0), t.bytes)
-        # A table is read as far as it is looked up.
+        # Only looked-up rows of a table are read.
         tables = {c.inputs[0].memory: c.outputs[0].bytes for c in calls if c.name in LOOKUPS}
         uses = [Use(m, min(size, tables.get(m, size)), False) for m, size in read.items()]
         written = {m for m in made if m in self._kept or self._readers.get(m, set()) - {home}}
@@ -250,11 +255,11 @@ class _Fusion:
 
 
 def _again(calls: Sequence[AtenCall], held: Set[int]) -> list[tuple[int, int]]:
-    """Memory that norms of a kernel read a second time, and bytes of it.
+    """Return the memory that norms in a kernel read a second time, with bytes.
 
     Args:
-        calls: Of the kernel.
-        held: What it makes and never writes: its own operands are read again for it.
+        calls: Operators of the kernel.
+        held: Memory made in the kernel and never written: its sources are read again instead.
     """
     sources: dict[int, dict[int, int]] = {}
     found: list[tuple[int, int]] = []
@@ -269,18 +274,11 @@ def _again(calls: Sequence[AtenCall], held: Set[int]) -> list[tuple[int, int]]:
     return found
 
 
-#: Inductor's own figures: how much longer convolutions take with the channels last, by kind.
-_LONGER = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
-#: Most channels of a small convolution, and operators for each convolution from which on few
-#: convolutions are not worth it.
-_SMALL, _FEW = 64, 300
-
-
 def lays_channels_last(calls: Sequence[AtenCall]) -> bool:
-    """Whether the convolutions of a program run with the channels last when it is compiled.
+    """Return whether a compiled program's convolutions run with the channels last.
 
     Args:
-        calls: Operators of its forward pass, and of its backward pass in training.
+        calls: Operators of the forward pass and, in training, of the backward pass.
     """
     forward = [call for call in calls if call.phase == FORWARD]
     found = [call for call in forward if call.name == "aten.convolution"]
@@ -305,6 +303,6 @@ def _kind(call: AtenCall) -> str:
 
 
 def _narrows(call: AtenCall) -> bool:
-    """Whether a filter of several taps has at most half as many outputs as inputs."""
+    """Return whether a filter of several taps has at most half as many outputs as inputs."""
     outputs, inputs, *sides = call.inputs[1].shape
     return outputs * 2 <= inputs and sides[0] > 1

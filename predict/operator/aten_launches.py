@@ -1,17 +1,18 @@
-"""What calls launch that are no kernel each: recurrent layers, and operators over lists of tensors.
+"""Kernels of calls that launch several: recurrent layers, and operators over lists of tensors.
 
-cuDNN runs recurrent layers by one call and few kernels.
+cuDNN runs recurrent layers in one call with few kernels:
 
-    forward:  inputs · weights over the whole sequence; for each step states · weights and the cell
-    backward: for each step the cell and its gradient · weights; three products over the sequence
+    forward:  inputs · weights over the whole sequence; per step states · weights and the cell
+    backward: per step the cell and its gradient · weights; three products over the sequence
 
 (Appleyard, Kocisky and Blunsom, Optimizing Performance of Recurrent Neural Networks on GPUs,
-arXiv:1604.01946, 2016, sections 3 and 4.) The steps follow one another; layers may overlap, and
-persistent kernels keep the weights on the chip, which the lower end of the interval allows for.
+arXiv:1604.01946, 2016, sections 3 and 4.) The steps are sequential; layers may overlap, and
+persistent kernels keep the weights on the chip, which the lower bound of the interval allows for.
 
-Optimisers call operators over lists. A launch of ``multi_tensor_apply`` takes so many tensors, by
-the lists that it reads and writes, and so many blocks of one chunk each (MultiTensorApply.cuh:
-``depth_to_max_tensors``, ``depth_to_max_blocks``, ``kChunkSize``).
+Optimizers call operators over lists. A launch of ``multi_tensor_apply`` takes a limited number of
+tensors, which depends on the number of lists read and written, and a limited number of blocks of
+one chunk each (MultiTensorApply.cuh: ``depth_to_max_tensors``, ``depth_to_max_blocks``,
+``kChunkSize``).
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from ...features.ir.torch.record import AtenCall
 from ...features.ir.torch.stand_ins import RNN, RNN_BACKWARD, Sizes
 from ...features.operators.op import Op, product_bytes
 
-#: Values of a unit of the state that a cell reads and writes beside its gates, each read twice (of
-#: the input's product and of the state's): the state before, after, and what is returned; backward
-#: also the gradients of state and result.
+#: State values per unit that a cell reads and writes besides its gates (the gates are read twice:
+#: the input's product and the state's): the state before, after, and the output; backward also the
+#: gradients of state and output.
 _STATES = {RNN: 3, RNN_BACKWARD: 5}
-#: Names of what follows step by step.
+#: Names of the sequential kernels.
 STEPS = ("cudnn_rnn steps", "cudnn_rnn cells")
-#: What a launch over lists takes: tensors by the number of lists, blocks, and values of a block.
+#: Limits of a launch over lists: tensors by number of lists, blocks, and elements per block.
 _TENSORS = (110, 64, 48, 36, 30)
 _BLOCKS, _CHUNK = 320, 65536
 
 
 def is_recurrent(name: str) -> bool:
-    """Whether a call is a library's of recurrent layers."""
+    """Return whether a call is a library call of recurrent layers."""
     return name in (RNN, RNN_BACKWARD)
 
 
 def recurrent_ops(call: AtenCall) -> list[Op]:
-    """The products and cells of recurrent layers; those of equal steps are one of that scale."""
+    """Return the products and cells of recurrent layers; equal steps are one op with a scale."""
     sizes = Sizes(*(call.whole(at) for at in range(len(Sizes._fields))))
     dtype = ALIASES.get(call.inputs[0].dtype, "f32")
-    # torch.backends.cudnn.allow_tf32 is on by default.
+    # torch.backends.cudnn.allow_tf32 is on by default, unlike for matrix products.
     own = "tf32" if dtype == "f32" else dtype
     width = FORMATS[own].element_bytes
     found = []
@@ -60,10 +61,10 @@ def recurrent_ops(call: AtenCall) -> list[Op]:
 
 
 def _products(sizes: Sizes, backward: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Rows, columns, depth and number of the products."""
+    """Yield rows, columns, depth and number of the products."""
     gates, layers, directions, steps, batch, given, hidden, shown = sizes
     wide, all_steps = gates * hidden, steps * batch
-    # The first layer reads the input, the others what those before return.
+    # The first layer reads the input, the others the output of the layer before.
     inputs = [(given, directions), (directions * shown, (layers - 1) * directions)]
     for depth, times in inputs:
         if times:
@@ -79,18 +80,18 @@ def _products(sizes: Sizes, backward: bool) -> Iterator[tuple[int, int, int, int
 
 
 def is_over_lists(name: str) -> bool:
-    """Whether an operator goes over lists of tensors."""
+    """Return whether an operator works on lists of tensors."""
     return name.startswith(("aten._foreach", "aten._fused_adam", "aten._fused_sgd"))
 
 
 def list_launches(call: AtenCall) -> int:
-    """Launches of an operator over lists."""
+    """Return the number of launches of an operator over lists."""
     given, written = len(call.inputs), len(call.outputs)
     if call.name.startswith("aten._fused_adam"):
-        # Parameters, gradients, two moments and the numbers of steps, of which three are written.
+        # Lists: parameters, gradients, two moments (three written); the step counts come besides.
         each, lists = max((given - written) // 2, 1), 4
     elif call.name.startswith("aten._fused"):
-        # Gradients are read alone.
+        # Gradients are only read.
         each = max(given - written, 1)
         lists = given // each
     else:

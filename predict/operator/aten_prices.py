@@ -1,4 +1,4 @@
-"""Prices ATen operators by learned kernels of libraries, else by the roofline."""
+"""Prices of ATen operators on GPUs, from learned library kernels or else from the roofline."""
 
 from __future__ import annotations
 
@@ -32,53 +32,53 @@ from .torch_choices import libraries
 _ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
 #: Families of convolutions: cuDNN's in f32, timed alone, and MIOpen's fastest.
 _CONVOLUTIONS = ("eager/conv", "tuned/conv")
-#: First release whose layer norms are fast whatever their rows are: models that have them run up to
-#: twice as fast on an RTX 3090 as with the release before (published-torch pack, timm).
+#: First PyTorch release with layer norms that are fast for any rows: models run up to twice as fast
+#: on an RTX 3090 as with the release before (published-torch pack, timm).
 _VECTORIZED = (1, 11)
-#: Factor on the ends of the interval of a gradient of weights that is taken for the forward pass of
-#: the same products, which libraries run by other kernels. Engineering estimate.
+#: Factor on the interval bounds of a weight gradient that is priced as the forward pass of the same
+#: products, although libraries use other kernels. Engineering estimate.
 _OTHER_KERNEL = 1.4
-#: Most times that the steps of recurrent layers take of persistent kernels, which keep weights on
-#: the chip, and of layers that overlap; widens the interval downwards. Engineering estimate.
+#: Maximum ratio of the step-by-step time of recurrent layers to that of persistent kernels (which
+#: keep weights on the chip) and overlapping layers; lowers the lower bound. Engineering estimate.
 _PERSISTENT = 3.0
 #: Cycles of a load from main memory: 466 on A100, 479 on H100, 542 on RTX 4090 (Luo et al.,
-#: arXiv:2402.13499, 2024, table of latencies). Nobody measured chains of them in PyTorch's kernels:
-#: the ends allow for loads that a cache serves or the compiler moves ahead, and for such that miss
-#: the tables of pages; engineering estimates.
+#: arXiv:2402.13499, 2024, table of latencies); and factors of dependent loads in PyTorch's kernels,
+#: which nobody measured: estimate, and bounds for loads served by a cache or hoisted by the
+#: compiler, and for TLB misses. The factors are engineering estimates.
 _LOAD_CYCLES, _LOADS = 480.0, (1.0, 0.25, 2.5)
-#: Clock of a GPU whose file has none. Engineering estimate.
+#: Clock (Hz) of a GPU whose file has none. Engineering estimate.
 _CLOCK = 1.5e9
-#: Bytes of passes that show what a launch takes; what a byte from the last cache, as a share of it
-#: that surely stays there; and what one from main memory, in caches. The least and most are for
-#: chips whose cache is small or not known.
+#: Sizes of passes that probe the operator model: bytes of an empty pass (launch time); of a pass
+#: served by the last cache, as a share of that cache; of a pass from main memory, in caches; and
+#: minimum bytes of the latter two, for chips whose cache is small or unknown.
 _EMPTY, _SMALL, _LARGE, _LEAST, _MOST = 6 * 8192.0, 0.4, 32.0, 2e6, 1e9
-#: Shares of the bandwidth of large passes, and what cuDNN's batch norms have under way.
+#: Bandwidth shares of large passes, and loads in flight of cuDNN's batch norms.
 _STREAMS, _CUDNN = fitted("streams"), fitted("cudnn")
-#: How keys of rows begin that say what a kernel takes by itself, not within whole steps.
+#: Key prefixes of families timed alone, not within whole steps.
 ALONE = ("eager/", "tuned/")
-#: Families of the model of operators that prices need; the others need not be read.
+#: Families of the operator model that prices need; the others need not be loaded.
 FAMILIES = (*STEP_FAMILIES, *_ALONE, *_CONVOLUTIONS)
 
 
 @dataclass(frozen=True)
 class _Rates:
-    """Seconds of passes: an empty one's, and a byte's from the last cache and from main memory."""
+    """Seconds of an empty pass, and per byte from the last cache and from main memory."""
 
     launch: float
     cache: float
     main: float
 
     def seconds(self, parts: Sequence[Stream], capacity: float) -> float:
-        """Time of a pass with some streams on a cache of some bytes."""
+        """Return the seconds of a pass with some streams, for a cache of some bytes."""
         size = np.array([s.bytes for s in parts])
         far = np.array([s.distance for s in parts])
-        # The share that the tables' own passes find there (features/operators/pointwise.py).
+        # The fitted hit rate of the tables' own passes (features/operators/pointwise.py).
         held = resident_share(far, np.array(max(capacity, 1.0)), 1.1, 0.5)
         return float(self.launch + (size * (self.main + held * (self.cache - self.main))).sum())
 
 
 class AtenPrices:
-    """Seconds and ends of the interval of kernels, and what each was learned from."""
+    """Seconds with interval bounds of kernels, and the family that each was learned from."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class AtenPrices:
         release: str = "",
     ) -> None:
         self._spec, self._release = spec, release
-        # Calls timed alone were measured on AMD's GPUs too; otherwise rows name CUDA libraries.
+        # Calls timed alone were measured on AMD GPUs too; all other rows are CUDA libraries.
         known = bundle is not None and (spec.runs_cuda or spec.name in bundle.devices)
         self._alone = bundle if known else None
         self._bundle = bundle
@@ -99,13 +99,13 @@ class AtenPrices:
     def __call__(
         self, found: Sequence[AtenKernel], kept: Collection[int] = ()
     ) -> tuple[np.ndarray, list[str]]:
-        """Return seconds and ends of their intervals, shape ``(n, 3)``, and their sources.
+        """Return seconds with interval bounds, shape ``(n, 3)``, and their sources.
 
         Args:
-            found: ``n`` kernels, one after the other.
+            found: ``n`` kernels, in order.
             kept: Memory that outlives them.
         """
-        # A model repeats its layers: kernels that are equal wherever they run are priced once.
+        # Models repeat their layers: kernels with the same isolated time are priced once.
         distinct = {_alike(work): work for work in found}
         place = {key: i for i, key in enumerate(distinct)}
         each, said = self._alone_each(list(distinct.values()))
@@ -120,7 +120,7 @@ class AtenPrices:
         return np.maximum(times, least_times(found, self._spec)[:, None]), sources
 
     def _place(self, times: np.ndarray, found: Sequence[AtenKernel], kept: Collection[int]) -> None:
-        """Change times of passes to what the caches hold of their tensors in the program."""
+        """Adjust times of passes to what the caches hold in the program."""
         near = streams([w.uses for w in found], [w.bytes for w in found], kept)
         for f32 in (True, False):
             at = [
@@ -132,12 +132,12 @@ class AtenPrices:
                 alone = self._moves([found[i].bytes for i in at], f32)
                 placed = np.array([self._stream(f32).seconds(near[i], self._cache) for i in at])
                 scale = np.array([found[i].op.scale for i in at])
-                # What a norm takes beyond a pass of its traffic stays.
+                # The time of a norm beyond a pass of its traffic does not change.
                 own = np.maximum(times[at, 0] / scale - alone + placed, placed) * scale
                 times[at] *= (own / times[at, 0])[:, None]
 
     def _row_by_row(self, work: AtenKernel) -> float:
-        """Seconds that layer norms of old releases take beyond their traffic, by their rows."""
+        """Return extra seconds of layer norms of old releases, which grow with their rows."""
         spec = self._spec
         old = spec.runs_cuda and work.kind == NORM and is_older(self._release, _VECTORIZED)
         if not old:
@@ -150,7 +150,7 @@ class AtenPrices:
         return float(self._spec.cache_bytes)
 
     def _stream(self, f32: bool) -> _Rates:
-        """Launch and time of a byte of passes, as tables have them for small and large ones."""
+        """Return the rates of passes, from the operator model's small and large passes."""
         if f32 not in self._rates:
             small = max(_SMALL * self._cache, _LEAST)
             large = max(_LARGE * self._cache, _MOST)
@@ -164,12 +164,12 @@ class AtenPrices:
         return self._rates[f32]
 
     def _moves(self, sizes: Sequence[float], f32: bool) -> np.ndarray:
-        """Seconds of passes of some bytes, as they are timed alone."""
+        """Return the seconds of passes of some bytes, timed alone."""
         works = [moving("move", "f32" if f32 else "bf16", size) for size in sizes]
         return self._alone_each(works)[0][:, 0]
 
     def _alone_each(self, found: Sequence[AtenKernel]) -> tuple[np.ndarray, list[str]]:
-        """Times as of ``__call__``, each kernel as it is timed again and again alone."""
+        """Return times and sources as ``__call__``, for each kernel repeated alone."""
         rows = [None if self._calls_library(w) else self.row(w) for w in found]
         reaches = [step_reach(w.op, self._spec) for w in found]
         ops = [_as_computed(w, self._spec) for w in found]
@@ -203,7 +203,7 @@ class AtenPrices:
     def _starve(
         self, times: np.ndarray, found: Sequence[AtenKernel], ops: Sequence[Op], keys: Sequence[str]
     ) -> None:
-        """Slow products down whose times come from chips that feed their cores more power."""
+        """Slow down products whose times come from chips with more power per core."""
         at = [
             i
             for i, w in enumerate(found)
@@ -214,12 +214,12 @@ class AtenPrices:
             times[at] *= starved(self._spec, work)[:, None]
 
     def _measured_here(self, key: str) -> bool:
-        """Whether the chip is one of those that a family was learned from."""
+        """Return whether the chip is in the training data of a family."""
         family = self._bundle.families.get(key) if self._bundle else None
         return family is not None and self._spec.name in family.devices
 
     def _factor(self, work: AtenKernel, key: str) -> float:
-        """What whole steps taught of a kernel that is priced as theirs are."""
+        """Return the factor learned from whole steps, for kernels priced like those of steps."""
         return (
             1.0
             if key.startswith(ALONE) or _several(work)
@@ -227,23 +227,23 @@ class AtenPrices:
         )
 
     def _multiplies_last(self, work: AtenKernel) -> bool:
-        """Whether a convolution is one that cuDNN runs with the channels last."""
+        """Return whether cuDNN runs a convolution with the channels last."""
         narrow = work.dtype in ("f16", "bf16") or (work.dtype == "f32" and _has_tf32(self._spec))
         return narrow and self._spec.runs_cuda and work.conv is not None
 
     def _calls_library(self, work: AtenKernel) -> bool:
-        """Whether a kernel is fused attention that was published for NVIDIA's GPUs."""
+        """Return whether a kernel is fused attention with published times on NVIDIA GPUs."""
         known = self._bundle is not None and self._spec.runs_cuda
         return known and work.kind == ATTENTION and work.dtype in TABLE_DTYPE
 
     def predict(self, key: str, rows: pd.DataFrame, device: DeviceSpec) -> FamilyPrediction:
-        """Latencies of rows of one published family."""
+        """Predict the latencies of rows of one published family."""
         assert self._bundle is not None
         self._bundle.devices.setdefault(device.name, device)
         return self._bundle.predict(rows.assign(key=key, device=device.name))
 
     def row(self, work: AtenKernel) -> Row | None:
-        """What the model of operators is asked for a kernel; ``None`` where it is the roofline."""
+        """Return the row of a kernel for the operator model; ``None`` for the roofline."""
         if work.kind == CONVOLUTION:
             return self._conv_row(work)
         if self._alone is not None and work.dtype == "f32" and work.kind != ATTENTION:
@@ -256,10 +256,10 @@ class AtenPrices:
         return step_row(_stand_in(work), self._spec)
 
     def _conv_row(self, work: AtenKernel) -> Row | None:
-        """A convolution as tables of operators have it; ``None`` if nothing was measured like it.
+        """Return the row of a convolution; ``None`` if no similar one was measured.
 
         AMD's were measured in all directions and types. cuDNN's were measured forward, in full f32
-        and with filters of 3 × 3: what a chip without TF32 runs, and PyTorch on others does not.
+        and with 3 × 3 filters: what PyTorch runs on chips without TF32, but not on others.
         """
         sizes, spec = work.conv, self._spec
         dtype = TABLE_NAMES.get(work.dtype)
@@ -273,7 +273,7 @@ class AtenPrices:
         alike = all(sizes[name] == value for name, value in plain.items())
         if work.dtype != "f32" or _has_tf32(spec) or not spec.runs_cuda or not alike:
             return None
-        # The gradient of the image is a convolution of the same kind with the channels swapped.
+        # The gradient of the image is a convolution with input and output channels swapped.
         ends = ("k", "c") if sizes["op"] == "bwd_data" else ("c", "k")
         own = {"batch": sizes["n"], "cin": sizes[ends[0]], "cout": sizes[ends[1]]}
         row = {"key": "eager/conv", "family": "conv", "dtype": "fp32", "op": "conv", **own}
@@ -281,13 +281,13 @@ class AtenPrices:
 
 
 def _alike(work: AtenKernel) -> Hashable:
-    """What the time of a kernel alone depends on."""
+    """Return all that the isolated time of a kernel depends on."""
     conv = tuple(work.conv.items()) if work.conv else ()
     return work.op, conv, work.masked, work.channels_last
 
 
 def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
-    """Seconds that no kernel falls below, shape ``(n,)``; products of f32 are not rounded."""
+    """Return minimum seconds of kernels, shape ``(n,)``; f32 products use the full f32 peak."""
     full = [
         w.op.flops() / spec.matrix_peak("f32") if w.kind == PRODUCT and w.dtype == "f32" else 0.0
         for w in found
@@ -296,14 +296,14 @@ def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
 
 
 def _draws_power(work: AtenKernel) -> bool:
-    """Whether a kernel multiplies matrices, and its own physics knows nothing of power."""
-    # That of f32 products does (`power_rate` of features/operators/columns.py).
+    """Return whether a kernel's multiplications draw power that its own physics does not model."""
+    # The physics of f32 products includes power (`power_rate` of features/operators/columns.py).
     product = work.kind == PRODUCT and work.dtype != "f32"
     return product or work.kind == ATTENTION or (work.kind == CONVOLUTION and not work.is_depthwise)
 
 
 def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
-    """What limits a kernel by its roofline: ``compute``, ``memory`` or ``latency``."""
+    """Return the bottleneck of a kernel's roofline: ``compute``, ``memory`` or ``latency``."""
     op = _as_computed(work, spec)
     parts = {
         "compute": op.flops() / matrix_rate(op, spec),
@@ -314,14 +314,14 @@ def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
 
 
 def _chained(work: AtenKernel, spec: DeviceSpec) -> float:
-    """Seconds of loads that wait for one another."""
+    """Return the seconds of dependent loads."""
     return work.serial * _LOAD_CYCLES / (spec.clock_hz or _CLOCK)
 
 
 def _few_blocks(work: AtenKernel, spec: DeviceSpec) -> float:
-    """Seconds of the loads of few blocks of threads, as many as their threads have under way."""
+    """Return the seconds of the loads of few thread blocks, limited by their loads in flight."""
     if not work.blocks or not spec.runs_cuda:
-        # What counts and votes for each element goes at the rate of main memory at best.
+        # Kernels that count and vote per element reach the rate of main memory at best.
         return work.swept / spec.bandwidth
     loads = work.blocks * _CUDNN.channel_threads * _CUDNN.channel_loads
     width = 4.0 if work.dtype == "f32" else 2.0
@@ -329,19 +329,19 @@ def _few_blocks(work: AtenKernel, spec: DeviceSpec) -> float:
 
 
 def _has_tf32(spec: DeviceSpec) -> bool:
-    """Whether products in TF32 are faster than in f32."""
+    """Return whether TF32 products are faster than f32 products."""
     return spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32")
 
 
 def _as_computed(work: AtenKernel, spec: DeviceSpec) -> Op:
-    """A kernel's operator in the format that it multiplies."""
+    """Return a kernel's operator in the format that it multiplies."""
     # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
     narrow = work.kind == CONVOLUTION and work.dtype == "f32" and spec.runs_cuda
     return work.op._replace(dtype="tf32") if narrow else work.op
 
 
 def _stand_in(work: AtenKernel) -> Op:
-    """The operator of a step that a kernel is priced as."""
+    """Return the operator of a step that a kernel is priced as."""
     op = work.op
     if work.kind == PRODUCT and not _several(work):
         return op._replace(family="linear", shape=op.shape[1:])
@@ -364,12 +364,12 @@ def _attention_call(work: AtenKernel) -> dict[str, int]:
 
 
 def _several(work: AtenKernel) -> bool:
-    """Whether a kernel multiplies a batch of matrices."""
+    """Return whether a kernel multiplies a batch of matrices."""
     return work.kind == PRODUCT and work.shape[0] > 1
 
 
 def _stands_in(row: Row | None, work: AtenKernel) -> bool:
-    """Whether a gradient of weights is priced as a forward pass."""
+    """Return whether a weight gradient is priced as a forward pass."""
     return (
         row is not None
         and row["op"] == "conv"

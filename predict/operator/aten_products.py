@@ -1,8 +1,8 @@
-"""Which ATen operators multiply matrices, in which format, and how large the products are.
+"""Matrix products of ATen operators: their sizes and formats.
 
-Narrow formats are those of the operands: eight and four bits with scales (``_scaled_mm``), integers
-(``_int_mm``), or weights alone that the kernel widens (``_weight_int8pack_mm``). Grouped products
-are a mixture's experts, each with rows of its own.
+Narrow formats are scaled eight- and four-bit operands (``_scaled_mm``), integers (``_int_mm``), or
+weights only, which the kernel widens (``_weight_int8pack_mm``). Grouped products are experts of a
+mixture, each with its own rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Product(NamedTuple):
     """Products that an operator computes.
 
     Attributes:
-        shape: Their number, rows, columns and depth.
-        dtype: Format of the operands, as operators name it.
-        times: Products of real numbers for each, of complex operands.
-        launches: Calls of the host.
+        shape: Batch, rows, columns and depth.
+        dtype: Format of the operands, as in operator tables.
+        times: Real products per product; more than 1 for complex operands.
+        launches: Host launches.
         unread: Bytes of operands that no kernel reads.
     """
 
@@ -36,13 +36,11 @@ class Product(NamedTuple):
     unread: float = 0.0
 
 
-#: Matrix products, and the position of their first operand among the tensors; the next is the
-#: second.
+#: Matrix products, and the position of their first operand among the tensors; the second follows.
 _MATRICES = {name: at for at, names in NAMES["matrices"].items() for name in names}
-#: Elements of a group of scales that make a scaled product one of blocks (DeepSeek-V3, 2024,
-#: section 3.3.2).
+#: Elements per scale that identify a block-scaled product (DeepSeek-V3, 2024, section 3.3.2).
 _BLOCK = 128
-#: Formats of operands of one type; complex ones are those of their parts.
+#: Product formats of operands of one type; for complex types those of their parts.
 _FORMATS = {
     **{name: dtype for name, dtype in ALIASES.items() if dtype in ("bf16", "f16", "f32", "fp8")},
     "float64": "fp64",
@@ -53,20 +51,19 @@ _FORMATS = {
     "uint8": "int8",
     "float4_e2m1fn_x2": "nvfp4",
 }
-#: Formats of weights alone, by their type in memory: 32-bit words and bytes without a sign hold
-#: several of four bits.
+#: Weight-only formats by type in memory: 32-bit words and unsigned bytes hold several 4-bit values.
 _WEIGHTS = {"int8": "int8_wo", "int32": "int4_wo", "uint8": "int4_wo", "float8_e4m3fn": "fp8_wo"}
-#: Values in an element of weights: of four bits in bytes and words, of eight in words.
+#: Values per element of packed weights: 4-bit values in bytes and words, 8-bit values in words.
 _PACKED = (1, 2, 4, 8)
-#: Products of real numbers in one of complex numbers.
+#: Real products per complex product.
 _COMPLEX = 4
-#: Kernels of a matrix of distances by a product: squares and their sums, ones and joined operands
-#: of both, the product, a clamp and a root (Distance.cpp).
+#: Kernels of a distance matrix computed by a product: squares and their sums, ones and joined
+#: operands of both, the product, a clamp and a root (Distance.cpp).
 _DISTANCE = 11
 
 
 def product_of(call: AtenCall) -> Product | None:
-    """The products of an operator; ``None`` if it multiplies no matrices."""
+    """Return the products of an operator; ``None`` if it multiplies no matrices."""
     library, _, name = call.name.removesuffix("_").partition(".")
     if library != "aten":
         return _foreign(call)
@@ -81,13 +78,13 @@ def product_of(call: AtenCall) -> Product | None:
 
 
 def multiplies(name: str) -> bool:
-    """Whether an operator of ATen multiplies matrices."""
+    """Return whether an ATen operator multiplies matrices."""
     own = name.removeprefix("aten.").removesuffix("_")
     return own in _MATRICES or own in NAMES["layers"] or own in NAMES["grouped"] or own in _OTHERS
 
 
 def check_formats(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
-    """Refuse products of eight bits on a device that has no units for them.
+    """Refuse 8-bit products on a device without units for them.
 
     Raises:
         ProgramError: PyTorch has no kernel for a product on the device.
@@ -110,19 +107,19 @@ def _matrices(call: AtenCall, at: int, *, batched: bool) -> Product:
     rows = prod(a) // max(batch * depth, 1)
     columns = prod(call.outputs[0].shape) // max(batch * rows, 1)
     if "sparse" in call.name:
-        # Two of four weights are zero and skipped.
+        # Two of four weights are zero and are skipped.
         depth //= 2
     dtype, times = _format(call, first, second)
     return Product((batch, rows, columns, depth * _packed(first)), dtype, times)
 
 
 def _packed(tensor: TensorUse) -> int:
-    """Values that an element of a type holds."""
+    """Return the number of values in an element of a type."""
     return 2 if tensor.dtype.endswith("_x2") else 1
 
 
 def _format(call: AtenCall, first: TensorUse, second: TensorUse) -> tuple[str, int]:
-    """Format of a product by its operands' types, and its products of real numbers."""
+    """Return the format of a product by its operands' types, and its number of real products."""
     if first.dtype in ("bfloat16", "float16", "float32") and second.dtype in _WEIGHTS:
         return _WEIGHTS[second.dtype], 1
     own = _FORMATS.get(first.dtype, "f32")
@@ -136,14 +133,14 @@ def _format(call: AtenCall, first: TensorUse, second: TensorUse) -> tuple[str, i
 
 
 def _grouped(call: AtenCall) -> Product:
-    """One product for each expert that has rows, of tokens drawn at random."""
+    """Return one product per expert that receives rows, with tokens drawn at random."""
     first, second = call.inputs[:2]
     a, b, depth = first.shape, second.shape, first.shape[-1] * _packed(first)
     dtype, times = _format(call, first, second)
     if len(a) == 3 == len(b):
         return Product((a[0], a[1], b[2], depth), dtype, times)
     if len(a) == len(b):
-        # The gradient of the weights: the tokens are what is summed over.
+        # The gradient of the weights, which sums over the tokens.
         groups = call.outputs[0].shape[0]
         return Product((groups, a[0], b[1], ceil(depth / groups)), dtype, times)
     held, tokens = (second, a[0]) if len(b) == 3 else (first, b[-1])
@@ -156,7 +153,7 @@ def _grouped(call: AtenCall) -> Product:
 
 
 def _addbmm(call: AtenCall) -> Product:
-    """A product for each of a batch, added up one after the other (addbmm of LinearAlgebra.cpp)."""
+    """Return a product per batch entry, added up sequentially (addbmm of LinearAlgebra.cpp)."""
     found = _matrices(call, 1, batched=True)
     batch, rows, _, depth = found.shape
     return found._replace(
@@ -165,7 +162,7 @@ def _addbmm(call: AtenCall) -> Product:
 
 
 def _trilinear(call: AtenCall) -> Product:
-    """A bilinear layer: for each output a product with its matrix, and one with the other input."""
+    """Return a bilinear layer: per output, products with its matrix and with the other input."""
     first, weight, second = (t.shape for t in call.inputs[:3])
     rows = prod(first) // first[-1]
     outputs = weight[0] if len(weight) == 3 else 1
@@ -174,14 +171,14 @@ def _trilinear(call: AtenCall) -> Product:
 
 
 def _euclidean(call: AtenCall) -> Product:
-    """Distances as a product of the points with their squares (``|a|² - 2ab + |b|²``)."""
+    """Return distances as a product of points extended by squares (``|a|² - 2ab + |b|²``)."""
     a, b = (t.shape for t in call.inputs[:2])
     shape = (prod(a[:-2]), a[-2], b[-2], a[-1] + 2)
     return Product(shape, _format(call, *call.inputs[:2])[0], launches=_DISTANCE)
 
 
 def _conv_tbc(call: AtenCall) -> Product:
-    """A convolution over time with channels last: one product for each tap (ConvolutionTBC.cpp)."""
+    """Return a channels-last convolution over time: one product per tap (ConvolutionTBC.cpp)."""
     weight, out = call.inputs[1].shape, call.outputs[0].shape
     dtype, times = _format(call, *call.inputs[:2])
     return Product(
@@ -190,7 +187,7 @@ def _conv_tbc(call: AtenCall) -> Product:
 
 
 def _sparse_dense(call: AtenCall) -> Product:
-    """A sparse matrix, packed without a shape, by a dense one; two of four values are skipped."""
+    """Return a packed sparse matrix times a dense one; two of four values are skipped."""
     packed, dense = call.inputs[:2]
     depth, columns = dense.shape[-2:]
     rows = prod(call.outputs[0].shape) // max(columns, 1)
@@ -209,7 +206,7 @@ _OTHERS: dict[str, Callable[[AtenCall], Product]] = {
 
 
 def _matrices_packed(call: AtenCall, at: int) -> Product:
-    """A sparse matrix that has half of its columns in memory, by a dense one."""
+    """Return a sparse matrix stored with half of its columns, times a dense one."""
     first, dense = call.inputs[at], call.inputs[at + 2]
     columns = dense.shape[-1]
     rows = prod(call.outputs[0].shape) // max(columns, 1)
@@ -217,10 +214,10 @@ def _matrices_packed(call: AtenCall, at: int) -> Product:
 
 
 def _foreign(call: AtenCall) -> Product | None:
-    """A layer of another library, told by its shapes; ``None`` if they are not those of one.
+    """Return another library's linear layer, recognized by shapes; ``None`` if it is not one.
 
-    The result has the rows of the first operand; the weights hold a value, or several in an
-    element, for each pair of its depth and of the result's columns.
+    The result has the rows of the first operand; the weights hold one value (or several per
+    element) for each pair of input depth and output column.
     """
     if not call.inputs or len(call.outputs) != 1:
         return None

@@ -1,21 +1,20 @@
-"""Traffic of PyTorch's kernels: of look-ups by index, and how far apart uses of a tensor lie.
+"""Memory traffic of PyTorch's kernels: look-ups by index, and reuse distances of tensors.
 
-Gradients that add rows of the same index up sort the indices first, by CUB's radix sort, so that no
-two blocks add to one row (EmbeddingBackwardKernel.cu and Indexing.cu of PyTorch). How many rows are
-distinct depends on data: they are taken as drawn at random.
+Gradients that accumulate rows by index first sort the indices with CUB's radix sort, so that no two
+blocks add to one row (EmbeddingBackwardKernel.cu and Indexing.cu of PyTorch). The number of
+distinct rows depends on data: indices are assumed to be random.
 
-How far apart the uses of a tensor lie decides whether a cache still has it.
-Tables of operators time a kernel again and again on the same tensors, so that all of a small one's
-traffic is served by the last cache. In a program a kernel finds there what others touched just
-before it, however small it is itself. What it reads is there if less than the cache was moved
-since; what it writes never reaches memory if its last reader comes as soon, since PyTorch's
-allocator gives its block to the next tensor.
+The reuse distance of a tensor decides whether a cache still holds it. Operator tables repeat a
+kernel on the same tensors, so the last cache serves all traffic of a small one. In a program, a
+kernel finds there what others touched just before. A read hits if less than the cache size was
+moved since the last use. A write never reaches memory if its last reader follows as soon, since
+PyTorch's allocator gives the block to the next tensor.
 
-The distance between two uses is what kernels between them move (Mattson et al., IBM Systems Journal
-9, 1970, with bytes for pages, each counted as often as it is moved), and twice the tensor itself:
-while one byte of it waits, another kernel writes or reads the rest, and moves about as much beside
-it. What else these two kernels move is left out, so that to fuse kernels never lengthens a
-distance. Programs run one after the other: what outlives one was last touched in the run before.
+The distance between two uses is the traffic of the kernels between them (Mattson et al., IBM
+Systems Journal 9, 1970, with bytes for pages, each counted as often as it is moved) plus twice the
+tensor itself: while one byte waits, the rest is written or read, with about as much other traffic.
+Other traffic of these two kernels is left out, so that fusion never lengthens a distance. Programs
+run repeatedly: memory that outlives one was last touched in the run before.
 """
 
 from __future__ import annotations
@@ -31,39 +30,39 @@ from ...models.gpu.routes import SECTOR
 
 #: Names of operators by what their kernels do.
 NAMES = own_data("predict/operator/aten.yaml")
-#: Operators that read rows of a table which an index chooses, not all of it.
+#: Operators that read only the rows of a table that an index selects.
 LOOKUPS = NAMES["lookups"]
-#: Operators that read the rows of a table that an index chooses, and add them up.
+#: Operators that read selected rows of a table and add them up.
 BAGS = ("aten._embedding_bag", "aten._embedding_bag_forward_only")
 _EMBEDDING = "aten.embedding_dense_backward"
 _MASKED, _PUT_FLAT, _TAKE = "aten.masked_scatter", "aten.put", "aten.take"
-#: Most indices for which the gradient of an embedding is one kernel without a sort
+#: Maximum indices for which the gradient of an embedding is one kernel without a sort
 #: (embedding_dense_backward_cuda).
 _UNSORTED = 3072
-#: Rows of one index that a thread adds up before partial sums are added (NROWS_PER_THREAD).
+#: Rows of one index that a thread adds up into a partial sum (NROWS_PER_THREAD).
 _ROWS_A_THREAD = 10
-#: Bits of the keys that a pass of the radix sort orders by (Adinets and Merrill, Onesweep,
-#: arXiv:2206.01784, 2022).
+#: Key bits per pass of the radix sort (Adinets and Merrill, Onesweep, arXiv:2206.01784, 2022).
 _DIGIT_BITS = 8
-#: Bits of the size of a transform that one pass over memory does in shared memory: cuFFT does 4,096
-#: complex values of f32 in a kernel, and sizes without larger primes than this one without
-#: Bluestein's algorithm (cuFFT's documentation, "Accuracy and Performance"); passes that the latter
-#: counts as. Engineering estimates.
+#: Bits of the transform size that one pass over memory handles in shared memory: cuFFT does 4,096
+#: complex f32 values in a kernel; the largest prime factor without Bluestein's algorithm (cuFFT's
+#: documentation, "Accuracy and Performance"); passes that Bluestein's algorithm counts as.
+#: Engineering estimates.
 _FFT_BITS, _SMALL_PRIME, _BLUESTEIN = 12, 127, 6.0
 #: Operators that are priced by the passes of a radix sort.
 SORTS = ("aten.sort", "aten.topk")
-#: Bits that a pass over a row tells apart where one block selects from it, passes that then gather
-#: what is selected, and threads of the block (SortingRadixSelect.cuh, TensorTopK.cu).
+#: Selection from a row by one block: bits per pass, passes that then gather the selected values,
+#: and threads per block (SortingRadixSelect.cuh, TensorTopK.cu).
 _SELECT_BITS, _GATHERS, _SELECTORS = 2, 2, 1024
-#: Most rows, and from which length on several blocks share one of that many (TensorTopK.cu).
+#: Maximum number of rows, and the length from which several blocks share a row (TensorTopK.cu);
+#: the length for more rows.
 _SHARED = ((20, 20000), (40, 10000), (80, 8000), (200, 5000), (800, 3000), (4000, 800))
 _SHARED_MANY = 400
-#: Bytes of an index, and of a pair of an index and its position.
+#: Bytes of an index, and of an index with its position.
 _INDEX, _PAIR = 8.0, 16.0
 
 
 def read_traffic(call: AtenCall) -> float | None:
-    """Bytes that a look-up moves; ``None`` for any other operator."""
+    """Return the bytes that a look-up moves; ``None`` for any other operator."""
     written = sum(t.bytes for t in call.outputs)
     if call.name in BAGS:
         table, index = call.inputs[0], call.inputs[1]
@@ -74,7 +73,7 @@ def read_traffic(call: AtenCall) -> float | None:
         scattered = call.name == _TAKE or _scatters(call)
         return float(written + index.bytes + _touched(table.bytes, index.shape, scattered, written))
     if call.name in LOOKUPS:
-        # As much of the table as is written, and the index.
+        # Table rows (as much as is written), and the index.
         return float(
             written + min(written, call.inputs[0].bytes) + sum(t.bytes for t in call.inputs[1:])
         )
@@ -82,7 +81,7 @@ def read_traffic(call: AtenCall) -> float | None:
 
 
 def write_traffic(call: AtenCall) -> list[float] | None:
-    """Bytes of each kernel of an operator that writes by index; ``None`` for any other operator."""
+    """Return the bytes of each kernel of an operator that writes by index; ``None`` for others."""
     if call.name == _EMBEDDING:
         return _embedding(call)
     name = call.name.removesuffix("_")
@@ -96,12 +95,12 @@ def write_traffic(call: AtenCall) -> list[float] | None:
 
 
 def _scattered(call: AtenCall, name: str) -> float:
-    """One kernel, whose threads write elements of the table or add to them by atomics."""
+    """Return the bytes of one kernel that writes elements of a table, or adds by atomics."""
     table, index = call.inputs[:2]
     source = call.inputs[2].shape if len(call.inputs) > 2 else ()
     shape = index.shape
     if name in NAMES["slices"]:
-        # What fills slices is one value.
+        # A slice is filled with a single value.
         along = call.whole(0)
         filled = (*table.shape[:along], prod(index.shape), *table.shape[along:][1:])
         shape = source or filled
@@ -112,10 +111,10 @@ def _scattered(call: AtenCall, name: str) -> float:
 
 
 def _masked(call: AtenCall) -> list[float]:
-    """Places of the source for each element, by a scan of the mask, and the choice by both.
+    """Return the bytes of a scan of the mask (source positions), and of the selection itself.
 
-    PyTorch's ``launch_masked_scatter_kernel`` (IndexKernel.cu); how much of the source the mask
-    takes depends on data: as if it took all that there is room for.
+    PyTorch's ``launch_masked_scatter_kernel`` (IndexKernel.cu). How much of the source is selected
+    depends on data; all that there is room for is assumed.
     """
     table, mask, source = call.inputs[:3]
     places = _INDEX * prod(table.shape)
@@ -124,21 +123,21 @@ def _masked(call: AtenCall) -> list[float]:
 
 
 def _copy(call: AtenCall) -> list[float]:
-    """The copy of an operator that is not in place; autograd's own are, but for their names."""
+    """Return the copy of an operator that is not in place; autograd's work in place."""
     if call.name.endswith("_") or call.phase == "backward":
         return []
     return [2.0 * call.outputs[0].bytes]
 
 
 def _scatters(call: AtenCall) -> bool:
-    """Whether an index chooses along the last dimension, so that what it chooses lies apart."""
+    """Return whether an index selects along the last dimension, so that values are scattered."""
     dims = [n for n in call.numbers if isinstance(n, int) and not isinstance(n, bool)]
     rank = max(len(call.inputs[1].shape), len(call.inputs[0].shape), 1)
     return bool(dims) and dims[0] % rank == rank - 1
 
 
 def _touched(table: int, chosen: tuple[int, ...], scattered: bool, values: float) -> float:
-    """Bytes of a table in which chosen elements lie, whole sectors where they scatter."""
+    """Return the bytes of a table that selected elements touch; whole sectors if scattered."""
     return float(min(table, prod(chosen) * SECTOR if scattered else values))
 
 
@@ -149,7 +148,7 @@ def _embedding(call: AtenCall) -> list[float]:
     written = distinct(rows, count) * row
     if count <= _UNSORTED:
         return [float(table.bytes), count * row + index.bytes + 2 * written]
-    # Partial sums are f32; the kernels that count and place them move a few numbers a row.
+    # Partial sums are f32; the kernels that count and place them move a few numbers per row.
     partial = max(distinct(rows, count), count / _ROWS_A_THREAD) * 4.0 * prod(table.shape[1:])
     segments = [_PAIR * count, *[_PAIR * distinct(rows, count)] * 3]
     return [
@@ -165,28 +164,28 @@ def _put(call: AtenCall) -> list[float]:
     table, values = call.outputs[0], call.inputs[-1]
     count = max(prod(call.inputs[1].shape), 1)
     index = float(sum(t.bytes for t in call.inputs[1:-1]))
-    # All elements of the values, of which a broadcast one has few in memory.
+    # All elements of the values; a broadcast tensor has fewer in memory.
     size = float(table.bytes / max(prod(table.shape), 1) * prod(values.shape))
     if True not in call.numbers:
         return [index + 2.0 * size]
     rows = max(table.bytes * count / max(size, 1.0), 1.0)
     written = distinct(rows, count) * size / count
-    # Negative indices are wrapped and all are made one linear index: two kernels.
+    # Negative indices are wrapped, and all are combined into a linear index: two kernels.
     linear = [index + _INDEX * count, 2 * _INDEX * count]
     return [*linear, *_sorted(count, rows), size + _PAIR * count + 2 * written]
 
 
 def _sorted(count: int, rows: float) -> list[float]:
-    """Kernels that sort indices with their positions: positions, histograms, their sums, passes."""
+    """Return the bytes of the kernels of a radix sort: positions, histograms, sums, passes."""
     passes = max(1, ceil(log2(max(rows, 2.0)) / _DIGIT_BITS))
     return [_INDEX * count, _INDEX * count, 2.0**_DIGIT_BITS * 4, *[2 * _PAIR * count] * passes]
 
 
 def transform_traffic(call: AtenCall) -> tuple[float, int]:
-    """Bytes and launches of a Fourier transform by cuFFT: passes over its values by dimension.
+    """Return bytes and launches of a Fourier transform by cuFFT: passes per dimension.
 
-    PyTorch copies what a real result is made of, since cuFFT overwrites it, and divides by the
-    size, if it does, in a pass of its own (SpectralOps.cpp).
+    PyTorch copies the input of a real-valued result, since cuFFT overwrites it, and normalizes in a
+    separate pass (SpectralOps.cpp).
     """
     given, made = call.inputs[0], call.outputs[0]
     dims, norm = call.sizes(0), call.whole(1)
@@ -194,7 +193,7 @@ def transform_traffic(call: AtenCall) -> tuple[float, int]:
     passes = 0.0
     for dim in dims:
         size = max(given.shape[dim], made.shape[dim])
-        # Bluestein's algorithm has two transforms of at least twice the size and three products.
+        # Bluestein's algorithm: two transforms of at least twice the size and three products.
         passes += _BLUESTEIN if _largest_prime(size) > _SMALL_PRIME else 1.0
         passes += max(0, ceil(log2(max(size, 2)) / _FFT_BITS) - 1)
     real = call.name == "aten._fft_c2r"
@@ -212,10 +211,10 @@ def _largest_prime(number: int) -> int:
 
 
 def sort_traffic(call: AtenCall) -> tuple[float, int]:
-    """Bytes and launches of a sort, or of a selection, which sorts what it has selected.
+    """Return bytes and launches of a sort, or of a selection followed by a sort.
 
-    A radix sort passes over the keys once for each byte of them, as CUB's: of values with their
-    indices for a sort, of the values alone to select the largest.
+    A radix sort such as CUB's makes one pass per key byte: over values with their indices for a
+    sort, over the values alone to select the largest.
     """
     given, made = call.inputs[0], 2.0 * sum(t.bytes for t in call.outputs)
     width = given.bytes / max(prod(given.shape), 1)
@@ -223,9 +222,9 @@ def sort_traffic(call: AtenCall) -> tuple[float, int]:
 
 
 def selection(call: AtenCall) -> dict[str, Any]:
-    """Of rows that one block of a GPU selects from each: loads that wait, and bytes of all passes.
+    """Return ``serial`` and ``swept`` of a selection by one GPU block per row; else nothing.
 
-    As ``serial`` and ``swept`` of a kernel; nothing for a sort.
+    These are the dependent loads of a thread, and the bytes of all passes.
     """
     given = call.inputs[0]
     if call.name != "aten.topk" or _shared(call):
@@ -236,29 +235,29 @@ def selection(call: AtenCall) -> dict[str, Any]:
 
 
 def _row(call: AtenCall) -> int:
-    """Elements of a row that a selection is made from."""
+    """Return the elements of a row that a selection is made from."""
     given, made = call.inputs[0].shape, call.outputs[0].shape
     return next((a for a, b in zip(given, made, strict=True) if a != b), (1, *given)[-1])
 
 
 def _shared(call: AtenCall) -> bool:
-    """Whether several blocks select from a row."""
+    """Return whether several blocks select from a row."""
     row = _row(call)
     rows = prod(call.inputs[0].shape) // max(row, 1)
     return row >= next((least for most, least in _SHARED if rows <= most), _SHARED_MANY)
 
 
 def distinct(rows: float, count: float) -> float:
-    """Expected rows that ``count`` random indices meet."""
+    """Return the expected number of distinct rows among ``count`` random indices."""
     return rows * (1.0 - (1.0 - 1.0 / rows) ** count) if rows > 1 else 1.0
 
 
 def scan_steps(call: AtenCall) -> int:
-    """Loads of a thread that wait for one another in a scan over an outer dimension; else 0.
+    """Return a thread's dependent loads in a scan over an outer dimension; else 0.
 
-    A thread walks one column; the result it has written may be what it reads next, for all that the
-    compiler knows (``tensor_kernel_scan_outer_dim`` of ScanUtils.cuh). Scans of rows, and of a
-    single column, go on in parallel.
+    A thread walks one column; the compiler cannot exclude that a written result is read next
+    (``tensor_kernel_scan_outer_dim`` of ScanUtils.cuh). Scans of rows, and of a single column, run
+    in parallel.
     """
     shape = call.inputs[0].shape if call.inputs else ()
     if call.name.removesuffix("_") not in NAMES["scans"] or len(shape) < 2:
@@ -269,15 +268,15 @@ def scan_steps(call: AtenCall) -> int:
 
 
 def evaluated(call: AtenCall) -> bool:
-    """Whether a call is a batch norm that has its moments already and reads its operand once."""
+    """Return whether a call is a batch norm with given moments, which reads its operand once."""
     return call.name == "aten.native_batch_norm" and call.numbers[-3] is False
 
 
 def channel_blocks(call: AtenCall) -> int:
-    """Blocks of a batch norm whose moments are made, one for each channel; else 0.
+    """Return the blocks (one per channel) of a batch norm that computes its moments; else 0.
 
-    PyTorch calls cuDNN's for images, but with the channels last kernels of its own, which split
-    them (``_batch_norm_impl_index`` of Normalization.cpp).
+    PyTorch calls cuDNN for images, but its own kernels, which split the channels, for images with
+    the channels last (``_batch_norm_impl_index`` of Normalization.cpp).
     """
     own = call.inputs[0].shape if call.inputs else ()
     norm = "batch_norm" in call.name and len(own) > 2 and not evaluated(call)
@@ -285,12 +284,12 @@ def channel_blocks(call: AtenCall) -> int:
 
 
 class Use(NamedTuple):
-    """Traffic of a kernel to one memory.
+    """Traffic of a kernel to one piece of memory.
 
     Attributes:
-        memory: Its number.
-        bytes: Bytes read or written; 0 if only that it is touched is known.
-        written: Whether they are written.
+        memory: Number of the memory.
+        bytes: Bytes read or written; 0 if the amount is unknown.
+        written: Whether the bytes are written.
     """
 
     memory: int
@@ -299,11 +298,11 @@ class Use(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Bytes of a kernel, and how far the other use of them lies.
+    """Bytes of a kernel with their reuse distance.
 
     Attributes:
         bytes: Traffic.
-        distance: Of reads to the use before, of writes to the last one, bytes.
+        distance: Bytes moved since the previous use (reads) or until the last use (writes).
     """
 
     bytes: float
@@ -313,24 +312,24 @@ class Stream(NamedTuple):
 def streams(
     uses: Sequence[Sequence[Use]], moved: Sequence[float], kept: Collection[int]
 ) -> list[tuple[Stream, ...]]:
-    """Say how far the uses of each kernel's tensors lie from one another.
+    """Compute the reuse distances of each kernel's traffic.
 
     Args:
-        uses: Of ``n`` kernels, in order.
-        moved: Traffic of each, bytes.
+        uses: Memory uses of ``n`` kernels, in order.
+        moved: Traffic of each kernel in bytes.
         kept: Memory that outlives the program.
 
     Returns:
-        Streams of each kernel, whose bytes add up to its traffic; none where they are not known.
+        Streams of each kernel, whose bytes add up to its traffic; none if unknown.
     """
     starts = [0.0, *accumulate(moved)]
     total = starts[-1]
-    # Of each memory the kernel that touches it last, and the one that touched it last so far.
+    # The last kernel that touches each memory, and the latest one so far.
     last = {use.memory: i for i, own in enumerate(uses) for use in own}
     before: dict[int, int] = {}
     found = []
     for i, (own, size) in enumerate(zip(uses, moved, strict=True)):
-        # As much of a tensor as the kernel moves: a norm may read it twice, a look-up not all.
+        # Scaled to the kernel's traffic: a norm may read a tensor twice, a look-up only a part.
         whole = sum(use.bytes for use in own)
         scale = size / whole if whole else 0.0
         parts = []
@@ -340,7 +339,7 @@ def streams(
                 gone = use.memory not in kept and end > i
                 far = starts[end] - starts[i + 1] if gone else total
             elif known is None:
-                # Touched last in the run before.
+                # Last touched in the previous run.
                 far = starts[i] + total - starts[end + 1]
             else:
                 far = starts[i] - starts[known + 1]

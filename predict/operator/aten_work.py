@@ -1,6 +1,6 @@
-"""What ATen operators cost: products, attention, norms, and passes over memory, by size.
+"""Kernels of ATen operators: products, attention, norms and memory passes, with their sizes.
 
-Element-wise operators are passes over memory, one for each operator as PyTorch launches them
+Element-wise operators are memory passes, one per operator as eager PyTorch launches them
 (:func:`works`).
 """
 
@@ -42,9 +42,9 @@ PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
 #: Distances between all pairs of two lists of points, and the position of the first list.
 _DISTANCES = {"aten._cdist_forward": 0, "aten._cdist_backward": 1}
-#: Products whose time follows from which values of a matrix there are, which nobody says.
+#: Products whose time depends on the unknown sparsity pattern of a matrix.
 _SPARSE = ("aten._sparse_addmm", "aten._sparse_mm")
-#: Kinds as users read them, by family of :class:`~opcast.features.operators.op.Op`.
+#: Kinds shown to users, by family of :class:`~opcast.features.operators.op.Op`.
 _KINDS = {
     "bmm": PRODUCT,
     "conv": CONVOLUTION,
@@ -57,22 +57,22 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class AtenKernel:
-    """A kernel, or several of one operator.
+    """A kernel, or several kernels of one operator.
 
     Attributes:
-        op: What it computes, named as the operator, or operators that are fused, joined by plus
-            signs; its traffic is that of its own tensors.
-        launches: Calls of the host.
+        op: The computation; its name is that of the operator, or of fused operators joined by plus
+            signs, and its traffic that of its own tensors.
+        launches: Host launches.
         phase: ``forward``, ``backward`` or ``optimizer``.
-        place: Where in the model it belongs.
-        conv: Of a convolution its direction (``op``) and sizes, as tables of operators have them
-            (``conv_nd`` of features/operators/schema.py); ``None`` for transposed ones.
-        uses: Memory that it reads and writes.
-        masked: Of attention whether it reads a mask.
-        channels_last: Whether an image that it reads lies with the channels last.
-        serial: Loads of each thread that wait for one another, if there are many.
-        blocks: Blocks of threads that it has, where they may be too few for a chip; 0 elsewhere.
-        swept: Bytes that the blocks of a GPU read again and again from its caches.
+        place: Location in the model.
+        conv: For a convolution, its direction (``op``) and sizes as in operator tables (``conv_nd``
+            of features/operators/schema.py); ``None`` for transposed ones.
+        uses: Memory that the kernel reads and writes.
+        masked: Whether attention reads a mask.
+        channels_last: Whether an input image has its channels last.
+        serial: Dependent loads of each thread, if there are many.
+        blocks: Number of thread blocks where they may be too few to fill a chip; else 0.
+        swept: Bytes that GPU blocks read repeatedly from caches.
     """
 
     op: Op
@@ -89,12 +89,12 @@ class AtenKernel:
 
     @property
     def name(self) -> str:
-        """Operator, or operators that are fused."""
+        """Name of the operator, or of the fused operators."""
         return self.op.name
 
     @property
     def dtype(self) -> str:
-        """Format of what it computes: of products that of their operands."""
+        """Format of the computation; for products that of their operands."""
         return self.op.dtype
 
     @property
@@ -104,10 +104,10 @@ class AtenKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes; nothing for a pass.
+        """Sizes; empty for a pass.
 
-        Batch, rows, columns and depth of products and convolutions; batch, heads, groups, size,
-        queries, keys and causal of attention; rows and columns of norms and softmax.
+        Batch, rows, columns and depth of products and convolutions; batch, heads, groups, head
+        size, queries, keys and causal of attention; rows and columns of norms and softmax.
         """
         if self.kind == PASS:
             return ()
@@ -115,60 +115,60 @@ class AtenKernel:
         return (*own[:4], *own[5:]) if self.kind == ATTENTION else own
 
     def conv_size(self, name: str) -> int:
-        """One of the sizes of a convolution that is not transposed."""
+        """Return a size of a convolution that is not transposed."""
         value = self.conv[name] if self.conv is not None else None
         assert isinstance(value, int), (self.name, name)
         return value
 
     @property
     def taps(self) -> int:
-        """Taps of the filter of a convolution that is not transposed."""
+        """Filter taps of a convolution that is not transposed."""
         return prod(self.conv_size(side) for side in ("kd", "kh", "kw"))
 
     @property
     def is_depthwise(self) -> bool:
-        """Whether it is a convolution with one channel of its input in each group."""
+        """Whether this is a convolution with one input channel per group."""
         return self.conv is not None and self.conv["groups"] == self.conv["c"] and self.shape[0] > 1
 
     @property
     def bytes(self) -> float:
-        """Traffic."""
+        """Memory traffic in bytes."""
         return self.op.moved()
 
     def but(self, **changes: Any) -> AtenKernel:
-        """The kernel with another operator: fields of :class:`Op`."""
+        """Return the kernel with fields of its :class:`Op` changed."""
         return replace(self, op=self.op._replace(**changes))
 
 
 def moving(name: str, dtype: str, moved: float, **where: Any) -> AtenKernel:
-    """A pass over memory of some bytes."""
+    """Return a memory pass of some bytes."""
     op = Op("move", (max(1, round(moved)),), dtype, name=name, traffic=moved)
     return AtenKernel(op, **where)
 
 
 def check_priced(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
-    """Refuse factorisations, solvers and products of sparse matrices, which are no passes.
+    """Refuse factorizations, solvers and sparse products, which are not memory passes.
 
-    Products that PyTorch has no kernel for on the device are refused too.
+    Products without a kernel of PyTorch on the device are refused too.
 
     Raises:
-        ProgramError: There is one, at the line that it names.
+        ProgramError: The program contains such an operator; the message gives the line.
     """
     check_formats(calls, spec)
     for call in calls:
         if is_solver(call.name) or call.name in _SPARSE:
             raise ProgramError(
-                f"the time of {call.name} (linear algebra) is not known for PyTorch's kernels",
+                f"the time of {call.name} (linear algebra) is unknown for PyTorch's kernels",
                 where=str(call.place) if call.place.file else "",
-                hint="predict the program without it and measure that operator by itself",
+                hint="predict the program without it, and measure this operator separately",
             )
 
 
 def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
-    """What each operator costs, in order."""
+    """Return the kernels of eager operators, in order."""
     found = []
     for call in calls:
-        # Generated code scans, and adds up, in parallel.
+        # Only eager kernels are limited so: generated code scans and reduces in parallel.
         serial, blocks = scan_steps(call), channel_blocks(call)
         own = used(call)
         if serial or blocks:
@@ -178,23 +178,23 @@ def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
 
 
 def used(call: AtenCall) -> list[AtenKernel]:
-    """What an operator costs, with the memory that it uses."""
+    """Return the kernels of an operator, with the memory that they use."""
     if call.outputs and not any(t.bytes for t in call.outputs):
         # PyTorch launches nothing for a result without elements.
         return []
-    # A product, or a norm, of nothing fills its result; the flag of attention may be zero.
+    # An empty product or norm only fills its result; attention's last size is a flag, not a length.
     found = [
         moving(w.name, w.dtype, _traffic(call), phase=w.phase, place=w.place)
         if 0 in w.shape[:6]
         else w
         for w in _works(call)
     ]
-    # How several kernels of an operator share its traffic is not known.
+    # The split of traffic among several kernels of an operator is unknown.
     known = float(len(found) == 1)
     most = sum(t.bytes for t in call.outputs)
     uses = []
     for at, t in enumerate(call.inputs):
-        # A table is read as far as it is looked up.
+        # Only looked-up rows of a table are read.
         size = min(t.bytes, most) if call.name in LOOKUPS and not at else t.bytes
         uses.append(Use(t.memory, known * size, False))
     uses += [Use(t.memory, known * t.bytes, True) for t in call.outputs]
@@ -202,7 +202,7 @@ def used(call: AtenCall) -> list[AtenKernel]:
 
 
 def _copies(call: AtenCall) -> list[AtenKernel]:
-    """Operands that a norm's kernels copy first, such as channels that a view has moved last.
+    """Return the copies of operands that norm kernels need contiguous, such as permuted views.
 
     PyTorch's ``expect_contiguous`` (layer_norm_kernel.cu); generated code reads them in place.
     """
@@ -247,12 +247,12 @@ def _works(call: AtenCall) -> list[AtenKernel]:
     if _is_norm(call):
         cols = _row(call)
         rows = prod(call.inputs[0].shape) // cols
-        # Of gradients one pass for the input's, one for the weights' (as in published op graphs,
+        # Gradients take one pass for the input's, one for the weights' (as in published op graphs,
         # predict/published/opgraph.py).
         kinds = {t.shape == call.inputs[0].shape for t in call.outputs}
         times = len(kinds) if call.name.endswith("backward") else 1
         norm = base.but(
-            # PyTorch's own of RMS is an instance of its layer norm (layer_norm_kernel.cu).
+            # PyTorch's own RMS norm is an instance of its layer norm (layer_norm_kernel.cu).
             family="rmsnorm" if "rms" in name and name == call.name else "layernorm",
             shape=(rows, cols),
             scale=float(times),
@@ -264,15 +264,15 @@ def _works(call: AtenCall) -> list[AtenKernel]:
         cols = shape[-1] if shape else 1
         return [base.but(family="softmax", shape=(prod(shape) // max(cols, 1), cols))]
     if call.name == "aten.native_dropout_backward":
-        # Converts the mask, scales it and multiplies the gradient by it: three kernels, two, two
-        # and three tensors but for the mask's byte (native_dropout_backward of PyTorch).
+        # Three kernels: convert the mask, scale it, multiply the gradient by it. They move two, two
+        # and three tensors except for the mask's bytes (native_dropout_backward of PyTorch).
         wide = call.outputs[0].bytes
         return [_moves(base, float(6 * wide + call.inputs[1].bytes), 3)]
     if call.name.startswith("aten._fft"):
         return [_moves(base, *transform_traffic(call))]
     if call.name == "aten.nll_loss_backward":
-        # Fills the gradient with zeros, then writes one value of each row (NLLLoss2d.cu and
-        # Loss.cu of PyTorch); the values of the forward pass are not read.
+        # Fills the gradient with zeros, then writes one value per row (NLLLoss2d.cu and Loss.cu of
+        # PyTorch); the values of the forward pass are not read.
         return [_moves(base, base.bytes - call.inputs[1].bytes, 2)]
     if call.name in SORTS:
         return [replace(_moves(base, *sort_traffic(call)), **selection(call))]
@@ -285,7 +285,7 @@ def _works(call: AtenCall) -> list[AtenKernel]:
 
 
 def _moves(base: AtenKernel, moved: float, launches: int = 1) -> AtenKernel:
-    """The pass with another traffic, by some launches."""
+    """Return a pass with another traffic and number of launches."""
     return replace(base.but(shape=(max(1, round(moved)),), traffic=moved), launches=launches)
 
 
@@ -294,7 +294,7 @@ def _traffic(call: AtenCall) -> float:
     if looked_up is not None:
         return looked_up
     if call.name in _DISTANCES:
-        # Each pair of rows by a block of its own, which the caches serve (DistanceKernel.cu).
+        # One block per pair of rows, served by caches (DistanceKernel.cu).
         a, b = (t.shape for t in call.inputs[_DISTANCES[call.name] :][:2])
         width = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
         return 2.0 * width * prod(a) * b[-2]
@@ -303,11 +303,11 @@ def _traffic(call: AtenCall) -> float:
 
 
 def _convolution(call: AtenCall) -> tuple[int, ...]:
-    """The product that a convolution is: positions × output channels × (input channels · taps)."""
+    """Return a convolution as a product: positions × output channels × (input channels · taps)."""
     weight, out = call.inputs[1].shape, call.outputs[0].shape
     groups = call.whole(-1)
     if call.numbers[-3]:
-        # Transposed: every input position meets every tap.
+        # Transposed: every input position is multiplied by every tap.
         positions = prod(call.inputs[0].shape) // call.inputs[0].shape[1]
         return groups, positions, weight[1] * prod(weight[2:]), weight[0] // groups
     positions = prod(out) // out[1]
@@ -315,7 +315,7 @@ def _convolution(call: AtenCall) -> tuple[int, ...]:
 
 
 def _convolution_backward(call: AtenCall, base: AtenKernel) -> list[AtenKernel]:
-    """Two products of the forward pass's size: for the input and for the weights."""
+    """Return two products of the forward pass's size: for the input and for the weights."""
     gradient, given, weight = call.inputs[:3]
     forward = AtenCall(
         "aten.convolution", (given, weight), (gradient,), call.numbers[:-1], "", base.place
@@ -323,7 +323,7 @@ def _convolution_backward(call: AtenCall, base: AtenKernel) -> list[AtenKernel]:
     groups, m, n, k = _convolution(forward)
     wanted = call.numbers[-1] if isinstance(call.numbers[-1], list | tuple) else (True, True, True)
     both = (("bwd_data", (groups, m, k, n)), ("bwd_weights", (groups, n, k, m)))
-    # Each reads two of the three tensors and writes one as large as the third.
+    # Each product reads two of the three tensors, and writes one as large as the third.
     moved = float(gradient.bytes + given.bytes + weight.bytes)
     return [
         replace(
@@ -335,7 +335,7 @@ def _convolution_backward(call: AtenCall, base: AtenKernel) -> list[AtenKernel]:
 
 
 def _conv_sizes(call: AtenCall, direction: str) -> dict[str, object] | None:
-    """Sizes of a convolution as tables of operators have them; ``None`` for a transposed one."""
+    """Return a convolution's sizes as in operator tables; ``None`` for a transposed one."""
     given, weight = call.inputs[0].shape, call.inputs[1].shape
     stride, padding, dilation = (call.sizes(at) for at in (-6, -5, -4))
     groups = call.whole(-1)
@@ -365,14 +365,14 @@ def _conv_sizes(call: AtenCall, direction: str) -> dict[str, object] | None:
 
 def _attention(call: AtenCall, base: AtenKernel) -> AtenKernel:
     backward = call.name.endswith("backward")
-    # Backward has the gradient before queries, keys and values.
+    # The backward call has the output gradient before queries, keys and values.
     q, k = (t.shape for t in call.inputs[int(backward) : int(backward) + 2])
     causal = any(n is True for n in call.numbers)
     shape = (prod(q[:-3]), q[-3], k[-3], q[-1], q[-1], q[-2], k[-2], int(causal))
     scale = float(backward_ratio(np.array([q[-1]]))[0]) if backward else 1.0
-    # Recorded on the CPU; a GPU has other kernels of the same name.
+    # The recording was made on the CPU; GPU kernels have other names.
     name = "scaled_dot_product_attention" + "_backward" * backward
-    # Backward also the result and the sums of its rows.
+    # The backward call also has the output and the log-sum-exp of its rows.
     masked = len(call.inputs) > (6 if backward else 3)
     own = base.but(
         name=name, family="attention", shape=shape, scale=scale, traffic=base.bytes / scale
@@ -385,7 +385,7 @@ def _is_norm(call: AtenCall) -> bool:
 
 
 def _row(call: AtenCall) -> int:
-    """Elements that a norm goes over: those of its weight, else of the last dimension."""
+    """Return the elements that a norm reduces over: its weight's, else the last dimension."""
     size = call.inputs[0].shape
     shapes = [t.shape for t in call.inputs[1:] if 0 < len(t.shape) < len(size)]
     own = [shape for shape in shapes if size[-len(shape) :] == shape]

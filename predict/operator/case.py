@@ -1,6 +1,6 @@
-"""One question about a library operator: which, on what device, and by which model.
+"""An operator to predict, its device and the model.
 
-The fields are options of ``opcast predict --op`` and ``opcast explain --op``;
+The fields are options of ``opcast predict --op`` and ``opcast explain --op``, which
 :func:`.predict.predict_op` and :func:`.predict.explain_operator` answer.
 """
 
@@ -16,9 +16,9 @@ class OperatorCase:
     """An operator on a device.
 
     Attributes:
-        op: As accepted by :func:`~opcast.features.operators.query.parse_op`.
+        op: Text as accepted by :func:`~opcast.features.operators.query.parse_op`.
         device: Name, or path of a device file.
-        model: Name or folder of a model of operators; ``default`` is the shipped one.
+        model: Name or folder of an operator model; ``default`` is the shipped one.
         power_cap_w: Sustained power of the device in watts, below its limit.
     """
 

@@ -1,10 +1,10 @@
-"""Prices ATen operators on a CPU: oneDNN's and MKL's calls, and loops that a compiler generates.
+"""Prices ATen operators on a CPU: oneDNN's and MKL's calls, and compiler-generated loops.
 
     time = calls + arithmetic / (share · peak) + passes over weights + bytes of tensors + loops
 
-A call of a library finds its operands' formats and its kernel anew each time. Unless they are
-frozen, weights are packed in every run, those of filters with several taps after a copy that moves
-their channels last. Constants are those of ``fitted.yaml``, section ``cpu``.
+A library call looks up its operands' formats and its kernel each time. Unless they are frozen,
+weights are packed in every run; filters with several taps are first copied with their channels
+last. Constants are in section ``cpu`` of ``fitted.yaml``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .aten_traffic import NAMES, Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, PRODUCT, AtenKernel
 
 _FIT = fitted("cpu")
-#: Words of operators by what their loops do.
+#: Substrings of operator names by what their loops do.
 _WORDS = NAMES["cpu"]
-#: FLOP of a core in a clock where no clock is known: two units of eight lanes.
+#: FLOPs of a core per cycle if no clock is known: two units of eight lanes.
 _USUAL = 32.0
-#: Where kernels of CPUs come from.
+#: Source of CPU kernel estimates.
 SOURCE = "whole models"
 #: Half-width of the interval of one kernel, as a factor either way: whole models were measured, not
 #: their kernels. Engineering estimate.
@@ -34,7 +34,7 @@ _KERNEL_FACTOR = 2.0
 
 
 class CpuPrices:
-    """Seconds and ends of the interval of kernels on a CPU; as :class:`~.aten_prices.AtenPrices`.
+    """Seconds and interval bounds of kernels on a CPU; see :class:`~.aten_prices.AtenPrices`.
 
     Args:
         spec: A CPU.
@@ -43,8 +43,8 @@ class CpuPrices:
     def __init__(self, spec: DeviceSpec) -> None:
         self._spec = spec
         cores, own = float(spec.core_count), float(spec.extra.get("efficient_cores", 0.0))
-        # Libraries cut work in equal parts, so that the slowest core decides, unless the system
-        # moves threads: the root of what all cores do together and of the slowest one's share.
+        # Libraries split work evenly, so the slowest core decides, unless the system migrates
+        # threads: the geometric mean of all cores' throughput and that at the slowest core's pace.
         slow = float(spec.extra.get("efficient_hz", 0.0)) if own else spec.clock_hz
         lanes = float(spec.extra.get("efficient_lanes_per_core", 0.0)) if own else 0.0
         cycles = (cores - own) * spec.clock_hz + own * slow
@@ -56,10 +56,10 @@ class CpuPrices:
     def __call__(
         self, found: Sequence[AtenKernel], kept: Collection[int] = ()
     ) -> tuple[np.ndarray, list[str]]:
-        """Return seconds and ends of their intervals, shape ``(n, 3)``, and their sources.
+        """Return seconds with interval bounds, shape ``(n, 3)``, and their sources.
 
         Args:
-            found: ``n`` kernels, one after the other.
+            found: ``n`` kernels, in order.
             kept: Memory that outlives them.
         """
         near = streams([w.uses for w in found], [w.bytes for w in found], kept)
@@ -70,11 +70,11 @@ class CpuPrices:
 
     def _seconds(self, work: AtenKernel, parts: Sequence[Stream]) -> float:
         library = work.kind in (PRODUCT, CONVOLUTION, ATTENTION)
-        # Calls go at the pace of one core, as the shortest kernel does.
+        # A call runs on one core, like the shortest kernel.
         calls = (_FIT.call + library * _FIT.library) * work.launches * self._spec.floor
         weights = _weights(work)
         share = max(1.0 - weights / max(work.bytes, 1.0), 0.0)
-        # Attention goes over blocks of keys, whose exponentials count by the element.
+        # Attention works on blocks of keys, whose exponentials are counted per element.
         moved = 0.0 if work.kind == ATTENTION else share * self._moved(work, parts)
         packed = _FIT.pack_filters if work.kind == CONVOLUTION else _FIT.pack
         return (
@@ -86,7 +86,7 @@ class CpuPrices:
         )
 
     def _arithmetic(self, work: AtenKernel) -> float:
-        """Multiply-adds at a share of the peak; lanes beyond the last channel do nothing."""
+        """Return seconds of multiply-adds; SIMD lanes beyond the last channel are idle."""
         if not work.op.flops():
             return 0.0
         rate = work.op.format.peak_on(self._spec) * self._balance
@@ -98,7 +98,7 @@ class CpuPrices:
         return work.op.flops() / (_FIT.products * filled * rate)
 
     def _moved(self, work: AtenKernel, parts: Sequence[Stream]) -> float:
-        """Bytes at the rates of the caches, or of main memory, by how far their last use lies."""
+        """Return seconds of traffic, at cache or memory rates by the distance of the last use."""
         cache = self._spec.cache_bytes
         near = 0.0
         for own in parts:
@@ -109,14 +109,14 @@ class CpuPrices:
         return near / (_FIT.cache * fast) + far / (_FIT.memory * self._spec.bandwidth)
 
     def _loops(self, work: AtenKernel) -> float:
-        """Operations and cycles of loops, for each element that is read and written.
+        """Return seconds of loops per element that is read and written.
 
-        Loops that gather take no less on 14 cores than on one.
+        Gather loops are no faster on 14 cores than on one.
         """
         elements = work.bytes / (2.0 * FORMATS[work.dtype].element_bytes)
         if work.kind == ATTENTION:
             return _FIT.attention * elements / self._cycles
-        # Sizes of transposed filters are not kept: they have several taps.
+        # Transposed filters, whose sizes are not recorded, are assumed to have several taps.
         if work.kind == PRODUCT or (work.conv is not None and work.taps == 1):
             return 0.0
         if work.kind == CONVOLUTION:
@@ -124,7 +124,7 @@ class CpuPrices:
             return _FIT.gather * _weights(work) / width / self._clock
         slow = (_WORDS["gathers"], _WORDS["reductions"])
         cycles = sum(any(word in work.name for word in words) for words in slow)
-        # A "hardtanh" compares.
+        # "hardtanh" only compares, despite its name.
         names = [name for name in work.name.split("+") if "hard" not in name]
         vectors = any(word in name for word in _WORDS["functions"] for name in names)
         lanes = self._spec.vector_peak("f32") / 2.0 * self._balance
@@ -134,34 +134,35 @@ class CpuPrices:
 def cpu_notes(
     spec: DeviceSpec, found: Sequence[AtenKernel], compiled: bool, known: Sequence[str]
 ) -> tuple[str, ...]:
-    """What the figures of a program on a CPU mean, and their limits.
+    """Return notes on a program on a CPU.
 
     Args:
         spec: The CPU.
-        found: Its kernels.
-        compiled: Whether ``torch.compile`` made them.
+        found: Kernels of the program.
+        compiled: Whether ``torch.compile`` generated them.
+        known: CPUs with measured whole models in the training data.
         known: CPUs whose whole models were learned from.
     """
     made = (
-        "with loops that torch.compile's C++ fuses, and weights packed in every run, since they "
-        "are not frozen"
+        "with loops fused by torch.compile's C++ backend, and weights packed in every run, since "
+        "they are not frozen"
         if compiled
-        else "and PyTorch's operators one after the other"
+        else "and PyTorch's operators run one after the other"
     )
     notes = [
-        f"products and convolutions by oneDNN and MKL on all physical cores, {made}; for the same "
-        "program under XLA leave --framework out"
+        f"products and convolutions use oneDNN and MKL on all physical cores, {made}; for the same "
+        "program under XLA omit --framework"
     ]
     if spec.name not in known:
         notes.append(
-            f"whole models were measured on {', '.join(known)} alone: {spec.name} follows from its "
-            "data sheet, and the interval allows for another clock under load, another memory and "
-            "other libraries"
+            f"whole models were measured only on {', '.join(known)}: {spec.name} is predicted from "
+            "its data sheet, and the interval allows for another clock under load, another memory "
+            "and other libraries"
         )
     unlike = {
         "training": any(w.phase == "backward" for w in found),
         "eager PyTorch": not compiled,
-        "numbers of 16 bits": any(w.dtype in ("f16", "bf16") for w in found),
+        "16-bit arithmetic": any(w.dtype in ("f16", "bf16") for w in found),
     }
     if any(unlike.values()):
         what = ", ".join(name for name, own in unlike.items() if own)
@@ -170,7 +171,7 @@ def cpu_notes(
 
 
 def _weights(work: AtenKernel) -> float:
-    """Bytes of the second operand of products and convolutions."""
+    """Return the bytes of the second operand of products and convolutions."""
     if work.kind not in (PRODUCT, CONVOLUTION):
         return 0.0
     batch, _, columns, depth = work.shape

@@ -1,4 +1,4 @@
-"""Predict and explain a single library operator, given by its parameters."""
+"""Predict and explain a single library operator."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from ...models.operators.explain import OpExplanation
     from ...models.operators.mixture import Member
 
-#: Most measured rows searched for neighbours: enough for a dense neighbourhood, few enough to
-#: featurise in seconds. Engineering estimate.
+#: Maximum measured rows to search for neighbours: enough for a dense neighbourhood, few enough to
+#: featurize in seconds. Engineering estimate.
 MAX_MEASURED = 20_000
-#: Bytes over main memory's rate as a multiple of the roofline from which the cache is spoken of.
-#: Engineering estimate: less lies within the interval.
+#: Ratio of the time from main memory to the roofline above which the effect of the cache is noted.
+#: Engineering estimate: smaller ratios lie within the interval.
 _CACHED = 1.1
 
 
@@ -48,17 +48,17 @@ class OpEstimate(InSeconds):
     Attributes:
         family: ``method/family``.
         device: Name of the device.
-        latency_us: Predicted.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end.
-        roofline_us: From FLOPs and bytes alone.
-        bound: What limits the analytical estimate.
+        latency_us: Predicted latency.
+        lo_us: Lower bound of the 90 % interval.
+        hi_us: Upper bound.
+        roofline_us: Latency from FLOPs and bytes alone.
+        bound: Bottleneck of the analytical estimate.
         scope: ``known``, ``sibling``, ``unseen`` or ``calibrated``.
-        in_domain: Whether training rows are near.
-        outside: Reasons, one a feature, if none are near.
-        libraries: Where the operator leaves open what runs it: the libraries that the prediction is
+        in_domain: Whether there are similar training rows.
+        outside: Reasons, one per feature, if there are none.
+        libraries: If the operator does not name its library: the libraries that the prediction is
             a mixture of, fastest first.
-        notes: On the device's description.
+        notes: Notes on the device and the cache.
     """
 
     family: str
@@ -75,7 +75,7 @@ class OpEstimate(InSeconds):
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast predict --json`` prints it."""
+        """Return JSON data, as ``opcast predict --json`` prints it."""
         return asdict(self)
 
 
@@ -84,18 +84,18 @@ def predict_op(case: OperatorCase) -> OpEstimate:
 
     Raises:
         ProgramError: The text does not describe an operator.
-        DeviceError: The device is not known, or a cap is outside what it allows.
-        ModelError: The model is not one of operators, or does not know the family.
+        DeviceError: The device is unknown, or a cap is outside its range.
+        ModelError: The model is not an operator model, or lacks the family.
     """
     spec, price = operator_prices(case)
     return price(spec)
 
 
 def operator_prices(case: OperatorCase) -> tuple[DeviceSpec, Callable[[DeviceSpec], OpEstimate]]:
-    """The device of a case, and what predicts its operator on that or on a design of it.
+    """Return the device of a case, and a function that predicts its operator on a device.
 
     Raises:
-        OpcastError: As for :func:`predict_op`.
+        OpcastError: See :func:`predict_op`.
     """
     row, bundle, spec = asked_operator(case)
     return spec, lambda device: _estimate(row, bundle, device, case.power_cap_w)
@@ -131,13 +131,13 @@ def _estimate(
 
 
 def asked_operator(case: OperatorCase) -> tuple[JsonObject, OpModel, DeviceSpec]:
-    """The row that an operator is on a device, a model with its family, and the device."""
+    """Return the row of an operator on a device, a model with its family, and the device."""
     row = parse_op(case.op)
     _check_named(case.device)
     folder = _folder(case.model)
-    # Only the family asked for: the others would take most of the loading time.
+    # Only the requested family: loading the others would take most of the time.
     bundle = read_operators(folder, [row["key"]])
-    # The description that the model was trained with comes before the catalogue's.
+    # The description that the model was trained with takes precedence over the catalogue's.
     spec = resolve_device(case.device, bundle.devices)
     if spec.vendor in OTHER_LIBRARIES:
         own = parse_op(case.op, spec.vendor)
@@ -149,7 +149,7 @@ def asked_operator(case: OperatorCase) -> tuple[JsonObject, OpModel, DeviceSpec]
 
 
 def _work(rows: OpRows, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work:
-    """How busy operators of a family keep a device's units."""
+    """Return how busy operators of a family keep a device's units."""
     found = op_features(rows, key, {spec.name: spec})
     format_ = TABLE_FORMATS.get(rows.texts("dtype")[0], TABLE_FORMATS["bf16"])
     return Work.of(
@@ -164,20 +164,20 @@ def _work(rows: OpRows, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work
 
 
 def _cache_note(rows: OpRows, key: str, spec: DeviceSpec, roofline_s: float) -> tuple[str, ...]:
-    """A note where the roofline is shorter than the operator's bytes take in main memory."""
+    """Return a note if the roofline is shorter than the operator's traffic from main memory."""
     moved = float(op_features(rows, key, {spec.name: spec}).moved[0])
     main = moved / spec.bandwidth
     if not spec.cache_bytes or main < _CACHED * roofline_s:
         return ()
     return (
-        f"of its {size(moved)} a repeated call finds what the cache of {size(spec.cache_bytes)} "
-        f"keeps, as in the measurements; from main memory alone they would take "
-        f"{duration(main * 1e6)}, as the first call or one after other work does",
+        f"a repeated call finds part of its {size(moved)} in the cache of "
+        f"{size(spec.cache_bytes)}, as in the measurements; from main memory alone it would take "
+        f"{duration(main * 1e6)}, as does the first call or one after other work",
     )
 
 
 def _capped_member(member: Member, rows: OpRows, key: str, spec: DeviceSpec, cap: float) -> Member:
-    """A library's time under a power cap; a faster one keeps the units busier, and slows more."""
+    """Return a library's time under a power cap; faster libraries draw more power and slow more."""
     times = np.array([[member.latency_us, member.lo_us, member.hi_us]])
     found = capped(times, _work(rows, key, spec, times[:, 0] * 1e-6), cap, board_law(spec))
     latency, lo, hi = map(float, found[0])
@@ -185,17 +185,17 @@ def _capped_member(member: Member, rows: OpRows, key: str, spec: DeviceSpec, cap
 
 
 def explain_operator(case: OperatorCase, data: Sequence[Path] = (), k: int = 3) -> OpExplanation:
-    """Explain the prediction of an operator; what a power cap costs is a contribution of its own.
+    """Explain the prediction of an operator; the effect of a power cap is one contribution.
 
     Args:
-        case: As for :func:`predict_op`.
-        data: Datasets of operators to look for measured neighbours in.
+        case: See :func:`predict_op`.
+        data: Operator datasets to search for measured neighbours.
         k: Number of neighbours to list.
 
     Raises:
         ProgramError: The text does not describe an operator.
-        DeviceError: The device is not known, or a cap is outside what it allows.
-        ModelError: The model is not one of operators, or does not know the family.
+        DeviceError: The device is unknown, or a cap is outside its range.
+        ModelError: The model is not an operator model, or lacks the family.
         DatasetError: A dataset cannot be read.
     """
     from ...models.operators.explain import explain_op
@@ -218,7 +218,7 @@ def explain_operator(case: OperatorCase, data: Sequence[Path] = (), k: int = 3) 
 def _explained_under_cap(
     found: OpExplanation, row: JsonObject, spec: DeviceSpec, cap: float
 ) -> OpExplanation:
-    """An explanation with what a power cap costs."""
+    """Add the effect of a power cap to an explanation."""
     from ...models.explain.contributions import POWER_CAP, ranked
 
     rows = OpRows.of_one({**row, "device": spec.name})
@@ -239,24 +239,24 @@ def _explained_under_cap(
 
 
 def _check_named(device: str) -> None:
-    """Refuse what is not one device that a table of GPUs may hold.
+    """Refuse devices other than a single named one.
 
     Raises:
-        DeviceError: The device is ``local``, since operators are published tables and none is
-            measured here; or there are several, or designs of a file with ranges.
+        DeviceError: The device is ``local``, since operator models are fitted to published tables
+            and nothing is measured here; or there are several, or designs of a file with ranges.
     """
     if "," in device:
         given = " ".join(f"--device {name.strip()}" for name in device.split(",") if name.strip())
         raise DeviceError(
             f"an operator is predicted for one device, not for {device!r}",
-            hint=f"a table of several: opcast export table --op '…' {given} --out FILE.parquet",
+            hint=f"for several: opcast export table --op '…' {given} --out FILE.parquet",
         )
     if has_ranges(device):
         raise DeviceError(
             "the file has ranges, and an operator is predicted for one design",
             where=device,
-            hint="a table of all designs: opcast export table --op '…' "
-            f"--device {device} --out FILE.parquet; or give one number for each figure",
+            hint="for all designs: opcast export table --op '…' "
+            f"--device {device} --out FILE.parquet; or give one number for each value",
         )
     if device == "local":
         raise DeviceError(
@@ -270,12 +270,12 @@ def _folder(model: str | Path) -> Path:
         raise ModelError(
             "an operator's roofline is printed beside its prediction",
             where="--model roofline",
-            hint="leave --model out: it is the line 'roofline', and roofline_us of --json",
+            hint="omit --model: see the line 'roofline', or roofline_us of --json",
         )
     if is_untrained(model):
         raise ModelError(
             f"{str(model)!r} predicts programs, not single operators",
-            hint="leave --model out, or give the folder of a model of operators",
+            hint="omit --model, or give the folder of an operator model",
         )
     return find_model(OPERATOR_MODEL if str(model) == "default" else model)
 
@@ -284,10 +284,10 @@ def _check_family(bundle: OpModel, key: str, model: str | Path, folder: Path) ->
     if key not in bundle.families:
         known = sorted(read_manifest(folder).get("families", {}))
         same = [name for name in known if name.split("/")[1] == key.split("/")[1]]
-        hint = "train one on a dataset that has them; it has: " + ", ".join(known)
+        hint = "train a model on a dataset with this family; the model has: " + ", ".join(known)
         if same:
-            hint = f"name its own: --op '{same[0]} …'; it has: {', '.join(known)}"
-        raise ModelError(f"model {str(model)!r} knows no operators {key!r}", hint=hint)
+            hint = f"use --op '{same[0]} …'; the model has: {', '.join(known)}"
+        raise ModelError(f"model {str(model)!r} has no operators {key!r}", hint=hint)
 
 
 def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame | None:
@@ -304,7 +304,7 @@ def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame |
     for folder in data:
         shards = sorted(folder.glob("*.parquet"))
         if not shards:
-            raise DatasetError("no dataset here: expected *.parquet", where=str(folder))
+            raise DatasetError("no dataset here; expected *.parquet", where=str(folder))
         # Pushed down to parquet: shards hold many families and devices.
         wanted = [("family", "==", f"op:{key}"), ("device", "==", device)]
         columns = ["program", "kernel_ir", "latency_us_p50", "device"]
@@ -313,7 +313,7 @@ def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame |
     if not len(measured):
         return None
     if len(measured) > MAX_MEASURED:
-        # A fixed draw, so that explanations repeat; sorted, so that rows keep their order.
+        # A fixed sample, so that explanations are reproducible; sorted to keep the order of rows.
         keep = np.random.default_rng(0).choice(len(measured), MAX_MEASURED, replace=False)
         measured = measured.iloc[np.sort(keep)].reset_index(drop=True)
     rows = op_frame(measured["kernel_ir"])

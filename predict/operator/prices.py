@@ -1,16 +1,16 @@
-"""Prices of operators: by learned kernels of libraries where these are known, else the roofline.
+"""Prices of operators: learned kernels of libraries where available, else the roofline.
 
-    time = max(floor, learned row of the kernel that stands for it · scale)
+    time = max(lower bound, learned time of the kernel that stands for it · scale)
 
-Steps, serving and programs of PyTorch say which measured kernel stands for an operator (a row of
-the model of library operators) and what a vendor's kernels reach where none does. No time and no
-end of an interval falls below the operator's FLOPs at the peak of its format, or its bytes at the
-rates of main memory and of the cache.
+Steps, serving and PyTorch programs specify which measured kernel stands for an operator (a row of
+the operator model), and what a vendor's kernels reach if there is none. No time and no bound of an
+interval falls below the operator's FLOPs at the peak of its format, or its bytes at the rates of
+main memory and of the cache.
 
-Calls of PyTorch timed alone, one between two events, include the wait for the host's launch: a
-fixed time on top of the kernel's own. In a run of a whole model the host launches ahead while the
-device works, so this time is paid once, not for each kernel. It is that of a call with almost no
-work (:data:`PROBE`).
+PyTorch calls timed one by one between two events include the wait for the host's launch: a fixed
+time on top of the kernel's own. In a run of a whole model the host launches ahead while the device
+works, so this time is paid once, not per kernel. It is estimated by a call with almost no work
+(:data:`PROBE`).
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from ...features.operators.physics import fitted
 from ...models.operators import OpModel
 from ...models.power.law import Work
 
-#: What the model of operators is asked: columns of one operator's row.
+#: Input of the operator model: the columns of one operator's row.
 Row = Mapping[str, object]
-#: Where no learned kernel is known.
+#: Source of estimates without a learned kernel.
 ROOFLINE = "roofline"
-#: Shares of the matrix peak and of the memory bandwidth that the roofline assumes where nothing was
-#: learned. Engineering estimates; not fitted.
+#: Fractions of the matrix peak and of the memory bandwidth assumed by the roofline where nothing
+#: was learned. Engineering estimates; not fitted.
 MATRIX_SHARE, MEMORY_SHARE = 0.7, 0.85
-#: Half-width of the roofline's interval, as a factor either way; engineering estimate, not fitted.
-#: That of convolutions: NeuSight's f32 ones take 0.5 to 6 times the roofline on five chips (5 to
-#: 95 %), the latter those of few microseconds, whose launch is inside.
+#: Half-width of the roofline's interval, as a factor either way, for operators and convolutions;
+#: engineering estimate, not fitted. NeuSight's f32 convolutions take 0.5 to 6 times the roofline on
+#: five chips (5 to 95 %); the slow ones take few microseconds and include the launch.
 ROOFLINE_FACTOR, _CONV_FACTOR = 1.6, 2.5
 
 
 Times = TypeVar("Times", float, np.ndarray)
-#: Shortest time of a kernel in a stream of kernels, in microseconds: its start, and the gap before
-#: the next. With NeuSight's measured nodes, subtracting all of the launch but this lowers the mean
+#: Minimum time of a kernel in a stream of kernels, in microseconds: its start, and the gap before
+#: the next. With NeuSight's measured nodes, subtracting the launch except for this lowers the mean
 #: error of forward passes from 8.0 to 3.4 % and of backward passes from 8.4 to 5.8 %
 #: (docs/collectives.md, "Op graphs").
 KERNEL_US = 3.0
-#: Columns of the tensor that stands for moved data. Engineering choice: the latency of an
+#: Columns of the tensor that represents moved bytes. Engineering choice: the latency of an
 #: element-wise op depends on the product of rows and columns.
 MOVED_COLS = 1024
-#: A call with almost no work: what it takes is the launch.
+#: A call with almost no work, whose time is the launch.
 PROBE = Op("relu", (1, 1024), "f32")
 # Names of row-wise operators in the tables.
 _NAMES = {"rmsnorm": "ln", "layernorm": "ln", "softmax": "softmax"}
@@ -60,13 +60,13 @@ BINARY = ("add", "mul", "div", "pow", "sub")
 
 
 class Reach(NamedTuple):
-    """What kernels reach where no model of operators knows them.
+    """What kernels reach where there is no learned one.
 
     Attributes:
         gap: Fixed seconds of a kernel.
-        matrix: Share of the matrix peak.
-        memory: Share of the memory's bandwidth.
-        beside: Whether arithmetic hides behind memory, or the reverse; otherwise both add up.
+        matrix: Fraction of the matrix peak.
+        memory: Fraction of the memory bandwidth.
+        beside: Whether arithmetic and memory traffic overlap; otherwise their times add up.
     """
 
     gap: float
@@ -76,23 +76,23 @@ class Reach(NamedTuple):
 
 
 class VendorReach(NamedTuple):
-    """The same of a vendor's products; of experts and of operands with scales for blocks, too."""
+    """What a vendor's products reach, with separate values for experts and block-scaled formats."""
 
     product: Reach
     experts_gap: float
     scaled: float
 
     def of(self, op: Op) -> Reach:
-        """Of an operator."""
+        """Return what an operator reaches."""
         own = self.product
         if op.family == "moe":
             own = own._replace(gap=self.experts_gap)
         return own._replace(matrix=self.scaled) if op.dtype in _SCALED else own
 
 
-#: Formats with scales for blocks of operands.
+#: Formats with a scale per block of operands.
 _SCALED = ("fp8_block", "nvfp4", "mxfp4")
-#: By vendor.
+#: What kernels reach by vendor.
 REACH = {
     vendor: VendorReach(Reach(gap, matrix, memory, beside=False), experts, scaled)
     for vendor, (gap, experts, matrix, scaled, memory) in fitted("reach").tables["vendors"].items()
@@ -103,8 +103,8 @@ class Prices(NamedTuple):
     """Times of ``n`` operators.
 
     Attributes:
-        times: Seconds and both ends of the 90 % interval, shape ``(n, 3)``.
-        keys: Family that each was learned from, or ``roofline``.
+        times: Seconds with both bounds of the 90 % interval, shape ``(n, 3)``.
+        keys: Family of the learned kernel of each, or ``roofline``.
         scopes: Scope of the model (``known``, ``unseen`` …), or ``roofline``.
     """
 
@@ -125,11 +125,11 @@ def price(
 
     Args:
         ops: ``n`` operators.
-        rows: The kernel that stands for each; ``None`` for the roofline.
-        reaches: What the roofline assumes of each.
+        rows: Row of the kernel that stands for each; ``None`` for the roofline.
+        reaches: Assumptions of the roofline for each.
         spec: The device.
-        model: Model of library operators; needed where there is a row.
-        factors: Time of each over that of its row, shape ``(n,)``; one by default.
+        model: Operator model; needed where there is a row.
+        factors: Time of each over that of its row, shape ``(n,)``; 1 by default.
     """
     n = len(ops)
     factors = np.ones(n) if factors is None else factors
@@ -141,14 +141,14 @@ def price(
     if model is not None and at:
         asked = [row for row in rows if row is not None]
         eager = np.array([str(row["key"]).startswith("eager/") for row in asked])
-        # The last row has almost no work: what it takes is the launch.
+        # The last row has almost no work: its time is the launch.
         asked += [eager_row(PROBE)] if eager.any() else []
         if spec.name not in model.devices:
             model.devices[spec.name] = spec
         said = model.predict(pd.DataFrame(asked).assign(device=spec.name))
         own = np.stack([said.latency, said.lo, said.hi], axis=1)
         launch, own = own[-1, 0], own[: len(at)]
-        # What is left after the launch errs by the same share as the call timed alone.
+        # The time left after the launch has the same relative error as the call timed alone.
         left = np.where(eager, kernel_us(own[:, 0] * 1e6, launch * 1e6) * 1e-6, own[:, 0])
         # ``scale`` prices a backward pass as a multiple of the forward kernel that was measured.
         scale = factors[at] * [ops[i].scale for i in at]
@@ -159,39 +159,39 @@ def price(
 
 
 def held(times: np.ndarray, ops: Sequence[Op], spec: DeviceSpec) -> np.ndarray:
-    """Times of shape ``(n, 3)``, none below the least that its operator takes."""
+    """Limit times of shape ``(n, 3)`` from below by the minimum time of each operator."""
     return np.asarray(np.maximum(times, least_seconds(ops, spec)[:, None]))
 
 
 def roofline_seconds(ops: Sequence[Op], reaches: Sequence[Reach], spec: DeviceSpec) -> np.ndarray:
-    """Estimate operators by the roofline: seconds, shape ``(n,)``."""
+    """Estimate operators by the roofline; seconds, shape ``(n,)``."""
     shares = np.array([(r.gap, r.matrix, r.memory) for r in reaches]).reshape(-1, 3)
     gap, matrix, memory = shares.T
     work = np.array([op.flops() / matrix_rate(op, spec) for op in ops]) / matrix
     stream = np.array([op.moved() for op in ops]) / (spec.bandwidth * memory)
     beside = np.array([r.beside for r in reaches], bool)
-    # The fixed cost is added rather than a third bound: the launch precedes the work.
+    # The fixed cost is added, not a third bound: the launch precedes the work.
     return np.asarray(np.where(beside, np.maximum(work, stream), work + stream) + gap)
 
 
 def arithmetic_share(op: Op, spec: DeviceSpec) -> float:
-    """Share of arithmetic in the roofline of an operator; the rest is moving its bytes."""
+    """Return the share of arithmetic in the roofline of an operator; the rest is its traffic."""
     compute = op.flops() / matrix_rate(op, spec)
     return compute / (compute + op.moved() / spec.bandwidth)
 
 
 def matrix_rate(op: Op, spec: DeviceSpec) -> float:
-    """FLOP/s at which a device multiplies an operator's format."""
+    """Return the FLOP/s at which a device multiplies an operator's format."""
     return spec.matrix_peak(format_rate(FORMATS[op.dtype], spec))
 
 
 def weight_only(dtype: str, spec: DeviceSpec) -> bool:
-    """Whether a device widens weights of a 4-bit float to 16 bits, for want of units for them."""
+    """Return whether a device widens 4-bit float weights to 16 bits for lack of units for them."""
     return format_rate(FORMATS[dtype], spec) != FORMATS[dtype].rate
 
 
 def work_of(ops: Sequence[Op], seconds: np.ndarray, spec: DeviceSpec) -> Work:
-    """How busy operators keep a device's units.
+    """Return how busy operators keep a device's units.
 
     Args:
         ops: ``n`` operators.
@@ -215,19 +215,19 @@ def kernel_us(time: Times, launch: float, joins: bool = False) -> Times:
     Args:
         time: Latency measured alone, one or several.
         launch: Latency, measured alone, of an operation with almost no work.
-        joins: Whether it is part of another kernel, so that it has no floor of its own.
+        joins: Whether the operation is fused into another kernel and has no minimum of its own.
     """
-    # Operations shorter than the probe are noise around the launch: they keep the floor alone.
+    # Operations shorter than the probe are noise around the launch: only the minimum remains.
     own: Times = np.maximum(time - launch, 0.0) + (0.0 if joins else np.minimum(KERNEL_US, time))
     return own
 
 
 def eager_row(op: Op, dtype: str = "fp32") -> dict[str, object]:
-    """The row of an operator in the families of calls timed alone.
+    """Return the row of an operator in the families of calls timed alone.
 
     Args:
-        op: A product, a norm, a softmax, an element-wise operator, or bytes moved.
-        dtype: Format, as tables name it.
+        op: A product, norm, softmax, element-wise operator or memory pass.
+        dtype: Format, as named in tables.
     """
     if op.family in ("linear", "bmm"):
         return {**_named(op.family, op.family, dtype), "b": 1, **op.sizes()}

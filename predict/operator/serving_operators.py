@@ -1,8 +1,7 @@
 """Latencies of a served decoder's operators: kernels of its framework, or the roofline.
 
-The model of library operators knows the kernels that vLLM, SGLang and TensorRT-LLM run; what it
-does not know (formats, other vendors' devices) gets the roofline at the shares that the vendor's
-tuned kernels reach.
+The operator model covers the kernels of vLLM, SGLang and TensorRT-LLM; other formats and vendors
+get the roofline at the fractions that the vendor's tuned kernels reach.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..locate import load_operators
 from .prices import REACH, Reach, Row, arithmetic_share, price, weight_only
 from .step_operators import named
 
-#: Families of the model that serving asks; the others need not be read.
+#: Families of the model that serving uses; the others need not be loaded.
 FAMILIES = (
     "graph/linear",
     "graph/bmm",
@@ -32,14 +31,14 @@ FAMILIES = (
     "graph/generation_mla",
     "graph/moe",
 )
-#: Distribution of tokens over experts of the tables that serving runs show (``ROUTING_SKEW``).
+#: Distribution of tokens over experts in the tables, as in serving runs (``ROUTING_SKEW``).
 ROUTING = "power_law_1.2"
-#: Kernels of a captured graph are replayed, so that the roofline's fixed cost of a kernel is what
-#: one waits for the next, not a launch: as the tables' passes over memory, half of a graph-timed
-#: product's 5200 cycles (docs/operators.md).
+#: Captured graphs are replayed, so the roofline's fixed cost of a kernel is its wait for the next
+#: one, not a launch: as for the tables' memory passes, half of a graph-timed product's 5200 cycles
+#: (docs/operators.md).
 _REPLAYED = Reach(1.5e-6)
-#: Grouped products over rows that are sorted by expert: two kernels and the activation between.
-#: DeepGEMM's published ones on H800 (github.com/deepseek-ai/DeepGEMM, README of April 2025: 256 to
+#: Grouped products over rows sorted by expert: two kernels and the activation between them.
+#: DeepGEMM's published times on H800 (github.com/deepseek-ai/DeepGEMM, README of April 2025: 256 to
 #: 8192 rows of 1 to 8 experts, 815 to 1297 TFLOP/s) are within 20 % of it.
 _GROUPED = Reach(3 * 1.5e-6, matrix=0.6, memory=0.8)
 
@@ -48,12 +47,12 @@ _GROUPED = Reach(3 * 1.5e-6, matrix=0.6, memory=0.8)
 load_serving_operators = partial(load_operators, only=FAMILIES)
 
 
-#: A name, or names by architecture with that of all ``other`` ones.
+#: A name, or names by architecture with ``other`` for all others.
 _Named = str | dict[str, str]
 
 
 class _Kernels(NamedTuple):
-    """What ``serving_kernels.yaml`` holds: names of kernels by backend, and of formats."""
+    """Contents of ``serving_kernels.yaml``: names of kernels by backend, and of formats."""
 
     stand_ins: list[str]
     linear: dict[str, dict[str, _Named]]
@@ -72,12 +71,12 @@ def _kernels() -> _Kernels:
 
 
 class ServingLatency:
-    """Prices operators of one framework on one device; answers are remembered.
+    """Prices operators of one framework on one device, and caches the results.
 
     Args:
         spec: The device.
-        model: Model of library operators; ``None`` for rooflines.
-        framework: Such as ``vllm``.
+        model: Operator model; ``None`` for rooflines.
+        framework: Serving framework, such as ``vllm``.
     """
 
     def __init__(self, spec: DeviceSpec, model: OpModel | None, framework: str) -> None:
@@ -87,7 +86,7 @@ class ServingLatency:
         self._known: dict[Op, float] = {}
 
     def prepare(self, ops: Sequence[Op]) -> None:
-        """Ask for many operators at once."""
+        """Price many operators in one batch."""
         new = [op for op in dict.fromkeys(ops) if op not in self._known]
         if not new:
             return
@@ -98,17 +97,17 @@ class ServingLatency:
         self._known.update(zip(new, times.tolist(), strict=True))
 
     def __call__(self, op: Op) -> float:
-        """Seconds of an operator."""
+        """Return the seconds of an operator."""
         if op not in self._known:
             self.prepare([op])
         return self._known[op]
 
     def arithmetic(self, op: Op) -> float:
-        """Share of arithmetic in the roofline of an operator; the rest is moving its bytes."""
+        """Return the share of arithmetic in an operator's roofline; the rest is its traffic."""
         return arithmetic_share(op, self.spec)
 
     def _of(self, names: _Named) -> str:
-        """The name for the device's architecture; empty if none is for it."""
+        """Return the name for the device's architecture; empty if there is none."""
         if isinstance(names, str):
             return names
         return names.get(self.spec.architecture.removesuffix("-ultra"), names.get("other", ""))
@@ -116,12 +115,12 @@ class ServingLatency:
     def _kernel(
         self, table: dict[str, dict[str, _Named]], dtype: str
     ) -> tuple[str, str, str] | None:
-        """Backend, kernel and format in the tables that an operator is looked up as."""
+        """Return backend, kernel and format that an operator is looked up under in the tables."""
         if dtype == "nvfp4" and weight_only(dtype, self.spec):
-            # As Marlin's kernels widen weights of 4 bits of either kind.
+            # Marlin's kernels widen 4-bit weights of either kind.
             dtype = "int4"
         if _peakless(dtype, self.spec):
-            # Without units of its format, a product runs on widened operands.
+            # Without units for its format, a product runs on widened operands.
             return None
         own = _kernels()
         for name in (dtype, own.stands_for.get(dtype, dtype)):
@@ -132,7 +131,7 @@ class ServingLatency:
         return None
 
     def _row(self, op: Op) -> Row | None:
-        """Row for the model of operators; ``None`` for what it does not know."""
+        """Return the row of an operator for the model; ``None`` if the model does not cover it."""
         sizes, known = op.sizes(), _kernels()
         dtype = "bf16" if op.dtype == "f16" else op.dtype
         if op.family == "linear":
@@ -165,11 +164,11 @@ class ServingLatency:
 
 
 def _reach(op: Op) -> Reach:
-    """What kernels of NVIDIA's GPUs reach that are not in the tables."""
+    """Return what NVIDIA kernels reach that are not in the tables."""
     return _GROUPED if op.variant == DISPATCHED else _REPLAYED
 
 
 def _peakless(dtype: str, spec: DeviceSpec) -> bool:
-    """Whether a device has no units for a format that is multiplied as it is."""
+    """Return whether a device has no units for a narrow format that is multiplied as it is."""
     unit = FORMATS[dtype].rate
     return DTYPE_BITS[unit] < 16 and unit not in spec.peak_flops

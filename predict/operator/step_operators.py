@@ -1,8 +1,8 @@
-"""Latencies of a step's operators: from the model of library operators, or from the roofline.
+"""Latencies of a training step's operators, from the operator model or the roofline.
 
-On NVIDIA GPUs, the model prices products and attention as PyTorch's and FlashAttention's kernels,
-and passes over memory as fused CUDA kernels. Other devices, and f32, get the roofline at the
-shares of peak and bandwidth that well-tuned kernels reach.
+On NVIDIA GPUs the model prices products and attention as PyTorch's and FlashAttention's kernels,
+and memory passes as fused CUDA kernels. Other devices, and f32, get the roofline at the fractions
+of peak and bandwidth that well-tuned kernels reach.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ...models.power.law import board_law, capped
 from ..locate import load_operators
 from .prices import MATRIX_SHARE, REACH, Reach, Row, price, work_of
 
-#: Dtypes that operator tables hold, by dtype of a workload.
+#: Format in operator tables by dtype of a workload.
 TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp8"}
-#: Families of the model that operators of a step belong to; the others need not be read.
+#: Families of the model that a step's operators belong to; the others need not be loaded.
 FAMILIES = (
     "graph/linear",
     "graph/context_attention",
@@ -36,7 +36,7 @@ FAMILIES = (
 FIT = fitted("steps")
 #: Time of FlashAttention-2 over that of the fused attention of the tables, by architecture.
 FLASH2 = FIT.numbers("flash2")
-#: Columns of the tensor that stands for moved bytes: an addition reads two and writes one.
+#: Columns of the tensor that represents moved bytes.
 _MOVED_COLS = 8192
 
 
@@ -45,8 +45,8 @@ class OperatorLatency:
 
     Args:
         spec: The device.
-        model: Model of library operators; ``None`` for the roofline throughout.
-        cap: Sustained power as a share of the device's limit.
+        model: Operator model; ``None`` for rooflines only.
+        cap: Sustained power as a fraction of the device's limit.
 
     Attributes:
         scopes: Scope of the model (``known``, ``unseen`` …, or ``roofline``) by operator.
@@ -54,13 +54,12 @@ class OperatorLatency:
 
     def __init__(self, spec: DeviceSpec, model: OpModel | None, cap: float = 1.0) -> None:
         self.spec, self.cap = spec, cap
-        # The rows name CUDA kernels; on another vendor's GPU they would describe libraries that it
-        # lacks.
+        # The rows are CUDA kernels; another vendor's GPU has other libraries.
         self.model = model if spec.runs_cuda else None
         self.scopes: dict[Op, str] = {}
 
     def __call__(self, calls: Sequence[Op]) -> np.ndarray:
-        """Return seconds and both ends of the 90 % interval, shape ``(n, 3)``."""
+        """Return seconds with both bounds of the 90 % interval, shape ``(n, 3)``."""
         rows = [step_row(op, self.spec) if self.model else None for op in calls]
         reaches = [step_reach(op, self.spec) for op in calls]
         factors = np.array([stand_in_factor(op, self.spec) for op in calls])
@@ -73,12 +72,12 @@ class OperatorLatency:
 
 
 def stand_in_factor(op: Op, spec: DeviceSpec) -> float:
-    """Time of an operator over that of the row which stands for it."""
+    """Return the time of an operator over that of the row that stands for it."""
     if op.variant == QUANTIZED:
-        # Products of narrow types in the tables quantise their input within the time, which a
-        # training step does apart: so the product in 16 bits, at the ratio of the rates.
+        # Narrow products in the tables include the quantization of their input, which a training
+        # step does separately; so the 16-bit product is scaled by the ratio of the peaks.
         return min(1.0, spec.matrix_peak("bf16") / spec.matrix_peak(op.format.rate))
-    # The rows are of the tables' fastest kernels.
+    # The rows are the tables' fastest kernels.
     return FLASH2.get(spec.architecture, 1.0) if op.variant == "flash2" else 1.0
 
 
@@ -87,7 +86,7 @@ load_step_model = partial(load_operators, only=FAMILIES)
 
 
 def step_reach(op: Op, spec: DeviceSpec) -> Reach:
-    """What the kernels of an operator reach where no row stands for it."""
+    """Return what the kernels of an operator reach if no row stands for it."""
     vendor = REACH.get(spec.vendor) if spec.platform == "gpu" else None
     if vendor and op.family in ("linear", "bmm") and op.dtype in TABLE_DTYPE:
         return vendor.product
@@ -95,19 +94,19 @@ def step_reach(op: Op, spec: DeviceSpec) -> Reach:
 
 
 def _matrix_share(op: Op, spec: DeviceSpec) -> float:
-    """Share of the matrix peak that the kernels of an operator reach."""
+    """Return the fraction of the matrix peak that an operator's kernels reach."""
     if spec.platform != "tpu":
         return MATRIX_SHARE
     if op.family == "attention":
         sizes = op.sizes()
-        # Products over a head fill as many rows of the array, and no more.
+        # A product over a head fills head_dim rows of the systolic array.
         filled = min(1.0, sizes["head_dim"] / spec.array_rows) if spec.array_rows else 1.0
         return FIT.splash_share * filled * sizes["kv_len"] / (sizes["kv_len"] + FIT.splash_keys)
     return FIT.numbers("array_share").get(str(spec.array_rows), MATRIX_SHARE)
 
 
 def step_row(op: Op, spec: DeviceSpec) -> Row | None:
-    """The kernel that stands for an operator of PyTorch; ``None`` if no table has its format."""
+    """Return the row that stands for an operator; ``None`` if no table has its format."""
     if op.dtype not in TABLE_DTYPE:
         return None
     sizes = op.sizes()
@@ -115,7 +114,7 @@ def step_row(op: Op, spec: DeviceSpec) -> Row | None:
     # Chips before Ampere have tensor cores for f16 alone, which the tables call fp16.
     dtype = "fp16" if op.dtype == "f16" and lacks_bf16(spec) else dtype
     if op.family == "linear":
-        # The kernels that vLLM's measurements name: cuBLAS behind PyTorch, CUTLASS for scaled fp8.
+        # Kernel names of vLLM's measurements: cuBLAS behind PyTorch, CUTLASS for scaled fp8.
         narrow = dtype == "fp8"
         kernel = "CutlassFP8ScaledMMLinearKernel" if narrow else "torch.nn.functional.linear"
         return named("graph/linear", "vllm", kernel, dtype) | {"b": 1} | sizes
@@ -124,25 +123,25 @@ def step_row(op: Op, spec: DeviceSpec) -> Row | None:
         row = named(attention_key(sizes)) | flash_attention(sizes, spec) | sizes | {"window": 0}
         return row | ({"dtype": "fp16", "kv_dtype": "fp16"} if dtype == "fp16" else {})
     if op.family == "moe":
-        # TensorRT-LLM's CUTLASS grouped GEMM, which large batches of tokens run as; balanced
-        # routing is what an auxiliary loss trains for.
+        # TensorRT-LLM's CUTLASS grouped GEMM, which large token batches use; routing is balanced,
+        # as an auxiliary loss trains it to be.
         row = named("graph/moe", "trtllm", "moe_torch_flow_cutlass", dtype)
         return row | {"distribution": "balanced"} | sizes
-    # Passes over memory were published in fp16 only; bf16 moves the same bytes.
+    # Memory passes were published in fp16 only; bf16 moves the same bytes.
     if op.family == "move":
-        # An addition of that traffic: three tensors of two bytes an element, hence six.
+        # An addition of that traffic: reads two tensors, writes one, two bytes per element.
         rows = max(1, round(sizes["bytes"] / (6 * _MOVED_COLS)))
         added = {"rows": rows, "cols": _MOVED_COLS, "n_in": 2}
         return named("kernel/elementwise", dtype="fp16") | added | {"op": "add"}
     family = "norm" if op.family.endswith("norm") else "elementwise"
-    # The tables count input tensors; silu_and_mul reads one tensor, of twice the width.
+    # The tables count input tensors; silu_and_mul reads one tensor of twice the width.
     inputs = 2 if op.family == "add" else 1
     pass_ = {"n_in": inputs, "op": op.family}
     return named(f"kernel/{family}", dtype="fp16") | sizes | pass_
 
 
 def named(key: str, backend: str = "", kernel: str = "", dtype: str = "") -> dict[str, object]:
-    """Columns of a row that name its kernel."""
+    """Return the columns of a row that identify its kernel."""
     name = key.split("/")[1]
     own = {"key": key, "family": name, "op": name, "backend": backend, "kernel": kernel}
     return {**own, "dtype": dtype, "kv_dtype": "", "distribution": ""}

@@ -1,8 +1,8 @@
-"""Which kernel PyTorch chooses for an attention or an RMS norm, by the checks of its sources.
+"""Kernels that PyTorch chooses for attention, norms and cells, by the checks in its sources.
 
-Of attention (``sdp_utils.cpp``) the first of a list that takes the call runs it: cuDNN's where
-PyTorch prefers that, FlashAttention 2, the memory-efficient one, and else its products and passes
-written out (``SDPBackend.MATH``).
+For attention (``sdp_utils.cpp``) it calls the first of a list that supports the call: cuDNN's if
+PyTorch prefers it, FlashAttention 2, the memory-efficient kernel, and else separate products and
+passes (``SDPBackend.MATH``).
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from .aten_work import AtenKernel
 from .step_operators import FLASH2
 
 CUDNN, FLASH, EFFICIENT, MATH = "cuDNN", "FlashAttention 2", "memory-efficient", "math"
-#: Widest heads of cuDNN's attention (its releases above 9.22 take 256, with recent PyTorch) and of
-#: FlashAttention 2.
+#: Maximum head size of cuDNN's attention (its releases above 9.22 take 256, with recent PyTorch)
+#: and of FlashAttention 2.
 _CUDNN_HEAD, _FLASH_HEAD = 128, 256
-#: Elements that heads are a multiple of in kernels on matrix units, by bits of an element: 16 bytes
-#: of 16 bits, and four of f32.
+#: Divisor of head sizes for kernels on matrix units, by bits per element: 16 bytes for 16 bits, and
+#: four elements for f32.
 _ALIGNED = {16: 8, 32: 4}
 #: First release whose ``F.rms_norm`` is one kernel on GPUs, ``_fused_rms_norm`` (pytorch/pytorch
 #: #153666).
 _FUSED_NORM = (2, 9)
 #: Time of FlashAttention 1 and of memory-efficient attention over FlashAttention 2's, which is 1.7
 #: to 3 times as fast as FlashAttention and xFormers (Dao, FlashAttention-2, ICLR 2024, figures 4 to
-#: 6). So slow, they save of Stable Diffusion's U-Net what was measured on A100 and V100.
+#: 6). At this factor, savings in Stable Diffusion's U-Net match measurements on A100 and V100.
 _SLOWER = 2.0
 #: First release of PyTorch whose flash kernel is FlashAttention 2 (its release notes).
 _SECOND = (2, 2)
-#: Functions that are one kernel on all devices of a platform, and on no others.
+#: Functions that are one kernel on all devices of a platform, and several kernels on others.
 _ONE_ON = {"lstm_cell": "gpu", "group_norm": "cpu"}
 _NARROW = ("float16", "bfloat16", "f16", "bf16")
 
 
 def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True) -> str:
-    """Whose attention PyTorch calls; empty for fused kernels of others than NVIDIA's GPUs.
+    """Return the attention backend that PyTorch calls; empty for fused ones of other vendors.
 
     Args:
         spec: A GPU or CPU.
         use: The call.
-        cudnn: Whether PyTorch prefers cuDNN's on the chips that it does so for: with cuDNN 9.15.1
-            or later, as its packages for CUDA 13 have, and those for CUDA 12 have not.
+        cudnn: Whether PyTorch prefers cuDNN on the chips where it can: with cuDNN 9.15.1 or later,
+            as in its packages for CUDA 13 but not for CUDA 12.
     """
     if spec.platform == "cpu":
         return "" if _cpu_takes(use) else MATH
@@ -59,19 +59,19 @@ def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True
 
 
 def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True) -> str:
-    """Whose fused attention a kernel is; as :func:`attention_backend`."""
+    """Return the backend of a fused attention kernel; see :func:`attention_backend`."""
     batch, heads, groups, size, queries, keys, causal = work.shape
     query, key = (batch, heads, queries, size), (batch, groups, keys, size)
     use = AttentionUse(query, key, key, work.dtype, work.masked, bool(causal), heads != groups)
     found = attention_backend(spec, use, cudnn=cudnn)
-    # What was recorded as one kernel is one.
+    # It was recorded as one kernel, so it cannot be the math backend.
     return EFFICIENT if found == MATH else found
 
 
 def libraries(spec: DeviceSpec, work: AtenKernel, release: str) -> tuple[float, float]:
-    """Time of attention by PyTorch's library over the published kernels', and by an older one.
+    """Return attention time by PyTorch's and by an older library, over the published kernels'.
 
-    One query is bound by memory in all of them.
+    A single query is memory-bound in all of them.
     """
     if work.shape[4] == 1:
         return 1.0, 1.0
@@ -86,17 +86,17 @@ def libraries(spec: DeviceSpec, work: AtenKernel, release: str) -> tuple[float, 
 
 
 def is_one(spec: DeviceSpec, use: FunctionUse, framework: str, release: str = "") -> bool:
-    """Whether one kernel does a function, else a pass for each of its steps.
+    """Return whether a function is one kernel, instead of a pass per step.
 
-    It is one of the cell of an LSTM behind its two products, in eager and in compiled programs
-    (RNN.cpp); of a group norm of channels that lie last on CPUs alone (group_norm.cpp). Of an RMS
-    norm (layer_norm.cpp) generated code makes a kernel of the passes, with what else fits into it.
+    An LSTM cell after its two products is one kernel, eager and compiled (RNN.cpp); a group norm
+    with channels last only on CPUs (group_norm.cpp). For an RMS norm (layer_norm.cpp), compiled
+    code fuses the passes with whatever else fits.
 
     Args:
         spec: A GPU or CPU.
         use: The call.
         framework: ``torch-eager`` or ``torch-compiled``.
-        release: Of PyTorch; empty for a recent one.
+        release: PyTorch release; empty for a recent one.
     """
     if use.function in _ONE_ON:
         return spec.platform == _ONE_ON[use.function]
@@ -106,7 +106,7 @@ def is_one(spec: DeviceSpec, use: FunctionUse, framework: str, release: str = ""
 
 
 def _cudnn_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
-    """Of one query it refuses dropout alone, and one key always (check_cudnn_tensor_shapes)."""
+    """Return whether cuDNN supports the call (check_cudnn_tensor_shapes): not a single key."""
     sizes = use.query[-1], use.value[-1]
     drops = use.dropout > 0.0
     return (
@@ -121,7 +121,7 @@ def _cudnn_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
 
 
 def _flash_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
-    """No mask as a tensor, and a causal one of a square alone."""
+    """Return whether FlashAttention does: no mask tensor, and causal only if square."""
     return (
         use.dtype in _NARROW
         and not (spec.runs_cuda and lacks_bf16(spec))
@@ -133,7 +133,7 @@ def _flash_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
 
 
 def _efficient_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
-    """Any mask, but as many heads of keys as of queries (until releases of late 2026)."""
+    """Return whether the memory-efficient kernel does: no grouping (until late 2026's releases)."""
     narrow, old = use.dtype in _NARROW, lacks_bf16(spec)
     aligned = _ALIGNED[16] if narrow else 1 if old else _ALIGNED[32]
     return (
@@ -146,16 +146,16 @@ def _efficient_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
 
 
 def _cpu_takes(use: AttentionUse) -> bool:
-    """Any mask, but no dropout, and keys as wide as values (sdp_utils_cpp.cpp)."""
+    """Return whether the CPU kernel does: no dropout, equal widths (sdp_utils_cpp.cpp)."""
     return use.dropout == 0.0 and _plain(use, grouped=True) and use.query[-1] == use.value[-1]
 
 
 def _plain(use: AttentionUse, *, grouped: bool) -> bool:
-    """Whether tensors are (batch, heads, positions, size) of one batch, and heads fit.
+    """Return whether tensors are (batch, heads, positions, size) of one batch, and heads match.
 
     Args:
         use: The call.
-        grouped: Whether the kernel takes fewer heads of keys than of queries.
+        grouped: Whether the kernel supports fewer key heads than query heads.
     """
     shapes = use.query, use.key, use.value
     if any(len(s) != 4 for s in shapes) or len({s[0] for s in shapes}) > 1:

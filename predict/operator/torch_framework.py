@@ -1,4 +1,4 @@
-"""Predicts programs of PyTorch by the kernels that PyTorch launches, and explains the costliest."""
+"""Predicts PyTorch programs by the kernels that PyTorch launches, and explains the costliest."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
     from ...features.ir.torch.record import AttentionUse, Recording
     from ...models.operators.explain import OpExplanation
 
-#: Whose kernels a program of PyTorch is priced by, as ``--framework`` takes them.
+#: Frameworks whose kernels a PyTorch program is priced by, as ``--framework`` takes them.
 FRAMEWORKS = ("xla", "torch-eager", "torch-compiled")
-#: First releases of PyTorch that run so: the first with a compiler is 2.0 (its release notes).
+#: First release of PyTorch with each framework; torch.compile came with 2.0 (its release notes).
 _FIRST = {"torch-eager": "1.0", "torch-compiled": "2.0"}
 
 
 class TorchPredictor:
-    """Predicts programs of PyTorch by the kernels that PyTorch launches.
+    """Predicts PyTorch programs by the kernels that PyTorch launches.
 
     Args:
-        framework: ``torch-eager`` or ``torch-compiled``; ``torch-eager@1.12`` for a release of
-            PyTorch, a recent one otherwise.
-        model: Name or folder of a model of operators; ``default`` is the shipped one, ``roofline``
-            learns nothing.
+        framework: ``torch-eager`` or ``torch-compiled``, with a release as in
+            ``torch-eager@1.12``; without one, a recent release.
+        model: Name or folder of an operator model; ``default`` is the shipped one, ``roofline``
+            uses no learned model.
 
     Attributes:
-        framework: Without the release.
-        release: Of PyTorch; empty for a recent one.
+        framework: Framework without the release.
+        release: PyTorch release; empty for a recent one.
         model: Name of the model.
 
     Raises:
-        ProgramError: The framework is not known, or cannot have the release.
-        ModelError: The model is not one of operators.
+        ProgramError: The framework is unknown, or has no such release.
+        ModelError: The model is not an operator model.
     """
 
     def __init__(self, framework: str, model: str | Path = "default") -> None:
         name, _, self.release = framework.partition("@")
         if name not in FRAMEWORKS[1:] or not re.fullmatch(r"(\d+\.\d+\S*)?", self.release):
             raise ProgramError(
-                f"no framework {framework!r} of PyTorch",
-                hint="known: " + ", ".join(FRAMEWORKS) + "; with a release torch-eager@2.4",
+                f"no PyTorch framework {framework!r}",
+                hint="known: " + ", ".join(FRAMEWORKS) + "; with a release, as in torch-eager@2.4",
             )
         if self.release and not can_be_release(self.release, _FIRST[name], MEASURED_RELEASE):
             raise ProgramError(
-                f"there is no release {self.release} of PyTorch that runs {name}",
-                hint=f"known are {_FIRST[name]} to {MEASURED_RELEASE}",
+                f"no PyTorch release {self.release} has {name}",
+                hint=f"known releases: {_FIRST[name]} to {MEASURED_RELEASE}",
             )
         self.framework = name
         self.model = OPERATOR_MODEL if str(model) == "default" else str(model)
@@ -72,17 +72,17 @@ class TorchPredictor:
         return dict(self.bundle.devices) if self.bundle else {}
 
     def checked(self, program: object) -> TorchProgram:
-        """Take a program of PyTorch as it is.
+        """Return a PyTorch program unchanged, and refuse any other.
 
         Raises:
-            ProgramError: It is another one.
+            ProgramError: It is not a PyTorch program.
         """
         if isinstance(program, TorchProgram):
             return program
         raise ProgramError(
-            f"framework {self.framework} is for programs of PyTorch",
+            f"framework {self.framework} is for PyTorch programs",
             hint="a .pt2 file, a module in a Python file, or a torch.nn.Module with its inputs; "
-            "leave the framework out to predict any other program",
+            "omit the framework for other programs",
         )
 
     def predict(
@@ -96,12 +96,12 @@ class TorchPredictor:
             strict: Raise instead of falling back to the roofline for an operator.
 
         Raises:
-            ProgramError: The program is not PyTorch's, or cannot be exported.
-            DeviceError: The device is not known, or a TPU.
+            ProgramError: The program is not a PyTorch program, or cannot be exported.
+            DeviceError: The device is unknown, or a TPU.
             StrictError: ``strict`` is set and an operator has no learned estimate.
         """
         own = self.checked(program)
-        # Before the recording, which may take long.
+        # Check the device before the recording, which may take long.
         spec = self.device(device)
         return self.price(self.record(own, spec), spec, strict=strict)
 
@@ -116,15 +116,15 @@ class TorchPredictor:
         """Record what a program launches on a device.
 
         Args:
-            program: As of :meth:`predict`.
-            device: As of :meth:`predict`.
-            before: Of the same program on another device or by another release, which is the
-                answer where the same calls are one kernel.
-            times_alone: Leave out what memory, and other releases' times, are answered from.
+            program: See :meth:`predict`.
+            device: See :meth:`predict`.
+            before: Recording of the same program for another device or release, returned if it is
+                valid here.
+            times_alone: Skip what only memory, and times of other releases, need.
 
         Raises:
-            ProgramError: The program is not PyTorch's, or cannot be exported.
-            DeviceError: The device is not known, or a TPU.
+            ProgramError: The program is not a PyTorch program, or cannot be exported.
+            DeviceError: The device is unknown, or a TPU.
         """
         from ...features.ir.torch.runs import record
         from ...features.ir.torch.storages import log_storages
@@ -152,12 +152,12 @@ class TorchPredictor:
     def price(
         self, recording: Recording, device: str | Path | DeviceSpec, *, strict: bool = False
     ) -> TorchPrediction:
-        """Predict what was recorded of a program; arguments as of :meth:`predict`.
+        """Predict a recorded program; for arguments see :meth:`predict`.
 
         Raises:
-            ProgramError: It launches nothing, or what has no known time.
-            DeviceError: The device is not known, or a TPU.
-            StrictError: As for :meth:`predict`.
+            ProgramError: It launches nothing, or operators of unknown time.
+            DeviceError: The device is unknown, or a TPU.
+            StrictError: See :meth:`predict`.
         """
         found = price(recording, self.device(device), self.framework, self.bundle, self.release)
         if strict:
@@ -168,7 +168,7 @@ class TorchPredictor:
         """Find the device.
 
         Raises:
-            DeviceError: It is not known, or a TPU.
+            DeviceError: The device is unknown, or a TPU.
         """
         if device == "local":
             check_gpu_here()
@@ -178,27 +178,27 @@ class TorchPredictor:
         return spec
 
 
-#: The families of a model that kernels are priced by; ``None`` for ``roofline``.
+#: Loads the families of a model that kernels are priced by; ``None`` for ``roofline``.
 operator_bundle = partial(load_operators, only=FAMILIES)
 
 
 def check_gpu_here() -> None:
-    """Refuse this machine without measuring it if it has no GPU.
+    """Refuse this machine, before measuring it, if it has no GPU.
 
     Raises:
-        DeviceError: JAX finds none.
+        DeviceError: JAX finds no GPU.
     """
     import jax
 
     if jax.default_backend() != "gpu":
-        raise _no_gpu("JAX finds no GPU on this machine, whose CPU needs a file")
+        raise _no_gpu("JAX finds no GPU on this machine, and its CPU needs a device file")
 
 
 def _no_gpu(why: str) -> DeviceError:
     return DeviceError(
-        f"PyTorch's own kernels are known for GPUs, and for CPUs of a name or file; {why}",
-        hint="--device h100-sxm, cpu-i9-10940x or another (opcast device --list); or leave "
-        "--framework out, which predicts the program as XLA runs it",
+        f"PyTorch's kernels are supported on GPUs, and on CPUs given by name or file; {why}",
+        hint="use --device h100-sxm, cpu-i9-10940x or another (opcast device --list); or omit "
+        "--framework to predict the program as XLA runs it",
     )
 
 
@@ -208,7 +208,7 @@ def _require_learned(found: TorchPrediction) -> None:
             raise StrictError(
                 f"operator {own.name} ({own.kind}) has only a roofline estimate",
                 where=own.source_line,
-                hint="predict without strict, or by a model that learned it (opcast models)",
+                hint="predict without strict, or use a model that covers it (opcast models)",
             )
 
 
@@ -218,9 +218,9 @@ class ExplainedOperator:
 
     Attributes:
         estimate: The first of them.
-        count: Their number.
-        share: Of the operators' time, all of them together.
-        explanation: Of the operator as tables have it; ``None`` where it is priced by the roofline.
+        count: Number of equal operators.
+        share: Share of the program's operator time that they take together.
+        explanation: Explanation of the operator as in tables; ``None`` if it is a roofline.
     """
 
     estimate: AtenEstimate
@@ -230,10 +230,10 @@ class ExplainedOperator:
 
     @property
     def factor(self) -> float:
-        """Its time in the program over that of the explained operator.
+        """Ratio of the operator's time in the program to that of the explained operator.
 
-        A backward pass is a multiple of the forward one, a call within a stream lacks the launch
-        that it has alone, and whole steps taught how fast their kernels are.
+        A backward pass is a multiple of the forward pass, a call within a stream has no launch
+        overhead, and factors learned from whole steps apply.
         """
         if self.explanation is None:
             return 1.0
@@ -245,15 +245,15 @@ class TorchExplanation:
     """A prediction with its costliest operators explained.
 
     Attributes:
-        prediction: Of the whole program.
-        operators: Explained ones, costliest first.
+        prediction: Prediction of the whole program.
+        operators: Explained operators, costliest first.
     """
 
     prediction: TorchPrediction
     operators: tuple[ExplainedOperator, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast explain --framework --json`` prints it."""
+        """Return JSON data, as ``opcast explain --framework --json`` prints it."""
         return {
             **{k: v for k, v in self.prediction.to_dict().items() if k != "operators"},
             "operators": [
@@ -272,17 +272,17 @@ class TorchExplanation:
 def explain_torch(
     predictor: TorchPredictor, program: object, device: str | Path | DeviceSpec, top: int = 3
 ) -> TorchExplanation:
-    """Explain the prediction of a program of PyTorch.
+    """Explain the prediction of a PyTorch program.
 
     Args:
-        predictor: Whose kernels, and the model.
-        program: As of :meth:`TorchPredictor.predict`.
+        predictor: Predictor with framework and model.
+        program: See :meth:`TorchPredictor.predict`.
         device: A GPU or CPU: name, path of a device file, or description.
-        top: Number of operators to explain; equal ones count as one.
+        top: Number of operators to explain; equal operators count as one.
 
     Raises:
-        ProgramError: The program is not PyTorch's, or cannot be exported.
-        DeviceError: The device is not known, or a TPU.
+        ProgramError: The program is not a PyTorch program, or cannot be exported.
+        DeviceError: The device is unknown, or a TPU.
     """
     spec = predictor.device(device)
     recording = predictor.record(program, spec)
@@ -307,7 +307,7 @@ def explain_torch(
         family = None if row is None or bundle is None else bundle.families.get(str(row["key"]))
         why = None
         if row is not None and family is not None:
-            # Its notes are about what one may ask of an operator by itself.
+            # Its notes apply to queries of a single operator.
             why = replace(explain_op(family, row, spec), notes=())
         estimate = prediction.operators[places[0]]
         explained.append(ExplainedOperator(estimate, len(places), seconds(places) / total, why))

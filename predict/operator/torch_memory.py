@@ -1,12 +1,12 @@
-"""Peak memory of a program as PyTorch itself runs it, and whether that fits a device.
+"""Peak memory of a program as PyTorch itself runs it, and whether it fits a device.
 
 device's view = CUDA context + segments that the caching allocator holds
 segments      = replay of every storage that the program makes and frees, and of workspaces
 
-Under ``torch.compile``, Inductor writes only what its kernels hand to others, frees it after its
-last reader, and lets a generated kernel write over an operand of the same size that nobody reads
-later. Its partitioner (``torch._functorch.partitioners``) keeps for the backward pass what products
-there read, and of the rest what generated kernels cannot compute again from what is kept anyway.
+Under ``torch.compile``, Inductor writes only tensors that cross kernels, frees them after their
+last reader, and lets a generated kernel overwrite a dead operand of the same size. Its partitioner
+(``torch._functorch.partitioners``) keeps for the backward pass what products there read, and of the
+rest what generated kernels cannot recompute from tensors that are kept anyway.
 """
 
 from __future__ import annotations
@@ -38,47 +38,47 @@ if TYPE_CHECKING:
     from ...simulate.program.caching_allocator import Block
 
 MIB = 2**20
-#: Context of CUDA with PyTorch's kernels loaded lazily (CUDA 11.7 and later): bytes, and bytes for
-#: each multiprocessor, whose stacks and local memory it holds. From the figures of 11 messages of
-#: ``torch.OutOfMemoryError`` in public issues (in use less allocated less reserved: 0.13 GiB on a
-#: T4, 0.25 on an RTX 3080, 0.49 on an RTX 4090 and on an A100, 0.58 on an RTX 5090), which it meets
-#: within 0.1 GiB; earlier releases load all kernels, 0.3 to 1 GiB more.
+#: CUDA context with PyTorch's kernels loaded lazily (CUDA 11.7 and later): bytes, and bytes per
+#: multiprocessor for its stacks and local memory. From 11 messages of ``torch.OutOfMemoryError`` in
+#: public issues (memory in use less allocated less reserved: 0.13 GiB on a T4, 0.25 on an RTX 3080,
+#: 0.49 on an RTX 4090 and on an A100, 0.58 on an RTX 5090), which it matches within 0.1 GiB;
+#: earlier releases load all kernels, 0.3 to 1 GiB more.
 _CONTEXT, _CONTEXT_PER_CORE = 100 * MIB, 3 * MIB
-#: Memory of a process of Python that has imported PyTorch: the resident set of one that ran a layer
-#: of release 2.13, 226 MiB, and what torch.compile imports beside. Engineering estimate.
+#: Memory of a Python process that has imported PyTorch: resident set of one that ran a layer of
+#: release 2.13 (226 MiB), and what torch.compile imports besides. Engineering estimate.
 _PROCESS = 300 * MIB
 #: Half-width of the context's interval, from the same messages.
 _CONTEXT_ERROR = 150 * MIB
-#: Bytes of the workspace of cuBLAS, of which PyTorch keeps one for each thread that calls it
-#: (``ATen/cuda/CublasHandlePool.cpp``), by the compiler's target; else the last.
+#: Bytes of cuBLAS's workspace, which PyTorch keeps per thread that calls it
+#: (``ATen/cuda/CublasHandlePool.cpp``), by the compiler's target; the last one for all others.
 _WORKSPACES = (
     *(("sm_90", 32 * MIB), ("sm_10", 32 * MIB), ("gfx94", 128 * MIB), ("gfx95", 128 * MIB)),
     *(("gfx", 32 * MIB), ("", 8 * MIB + 128 * 1024)),
 )
-#: Half-width of the interval of what is allocated, as a share: scratch of kernels that nothing
-#: documents, and other releases' rules of what is saved. Engineering estimate.
+#: Half-width of the interval of allocated memory, as a fraction: undocumented scratch of kernels,
+#: and other releases' rules of what is saved. Engineering estimate.
 ERROR = 0.06
-#: The same of a compiled program, whose kernels and kept tensors are opcast's rules of Inductor's
-#: and its partitioner's. 18 published runs of Segment Anything's encoder take 1.15 to 1.4 times
-#: what the rules say, one size of one image 1.8 times.
+#: The same for a compiled program, where kernels and saved tensors follow opcast's model of
+#: Inductor and its partitioner. 18 published runs of Segment Anything's encoder take 1.15 to 1.4
+#: times the model's memory, one size of one image 1.8 times.
 COMPILED_ERROR = 0.4
-#: The same upwards where the frames of the module are unknown, as of an export.
+#: The upper half-width where the module's stack frames are unknown, as in an export.
 _UNFRAMED = 0.25
-#: What tools measure of peak memory: what the device sees, ``torch.cuda.max_memory_allocated`` and
+#: Measures of peak memory: device memory in use, ``torch.cuda.max_memory_allocated`` and
 #: ``max_memory_reserved``.
 MEASURED = ("memory", "allocated", "reserved")
-#: Lines that are named, of those that hold most at the peak.
+#: Number of lines to report, of those that hold most memory at the peak.
 _HOLDERS = 3
-#: In names of kernels that read an operand more than once, or that have no names for all they do.
+#: Substrings in names of kernels that read an operand more than once, or whose name is truncated.
 _TWICE = ("softmax", "norm", "sum", "mean", "amax", "var", "…")
 
 
 class Holder(NamedTuple):
-    """A line of a model, and what it holds at the peak.
+    """A line of a model with the memory that it holds at the peak.
 
     Attributes:
         line: ``file:line``.
-        name: Operator that made most of it.
+        name: Operator that allocated most of it.
         bytes: Bytes.
     """
 
@@ -89,23 +89,23 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchMemory:
-    """Peak memory of a program that PyTorch runs, of a CPU that of its host. Bytes.
+    """Peak memory of a program that PyTorch runs, in bytes; on a CPU that of the host process.
 
     Attributes:
-        peak_bytes: What the device sees: context and segments; of a CPU the process.
-        lo_bytes: Lower end of its 90 % interval.
-        hi_bytes: Upper end.
+        peak_bytes: Device memory in use: context and segments; on a CPU the process.
+        lo_bytes: Lower bound of its 90 % interval.
+        hi_bytes: Upper bound.
         allocated_bytes: As ``torch.cuda.max_memory_allocated`` counts.
         reserved_bytes: As ``torch.cuda.max_memory_reserved`` counts.
-        context_bytes: Of CUDA, outside of PyTorch's count; of a CPU the program of the process.
-        needed_bytes: What it can run in: the allocator gives free segments back before it fails.
-        device_bytes: What a process can have of the device; 0 if unknown.
-        out_of_memory: Probability that it runs out of it; ``None`` if that is unknown.
-        parts: Bytes by what they are for, when most is allocated.
+        context_bytes: CUDA context, which PyTorch does not count; on a CPU the Python process.
+        needed_bytes: Minimum to run in: before failing, the allocator releases free segments.
+        device_bytes: Device memory available to a process; 0 if unknown.
+        out_of_memory: Probability of running out of memory; ``None`` if that is unknown.
+        parts: Bytes by use at the peak of allocated memory.
         holders: Lines that hold most then, largest first.
         change: The smallest change that would fit, if one is known.
         source: ``replay``.
-        allocated_error: Half-widths of the interval of what is allocated, down and up.
+        allocated_error: Half-widths of the interval of allocated memory, down and up.
     """
 
     peak_bytes: float
@@ -124,7 +124,7 @@ class TorchMemory:
     allocated_error: tuple[float, float] = (0.0, 0.0)
 
     def measured_as(self, what: str) -> Interval:
-        """What a tool measures of the peak, with the 90 % interval.
+        """Return one measure of the peak, with the 90 % interval.
 
         Args:
             what: One of :data:`MEASURED`.
@@ -136,17 +136,17 @@ class TorchMemory:
 
     @property
     def needed(self) -> Interval:
-        """What it can run in, with its 90 % interval."""
+        """Minimum memory to run in, with its 90 % interval."""
         return _ends(self.needed_bytes, self.allocated_error, self.parts)
 
     @property
     def fits(self) -> bool | None:
-        """Whether it is more likely than not to run; ``None`` if the device's memory is unknown."""
+        """Whether it is more likely than not to fit; ``None`` if the device memory is unknown."""
         return self.needed_bytes <= self.device_bytes if self.device_bytes else None
 
 
 def _ends(value: float, error: tuple[float, float], parts: Mapping[str, int]) -> Interval:
-    """Memory with the errors of what is allocated and of the context: never below the weights."""
+    """Return an interval from the errors of allocation and context, not below the weights."""
     down, up = (hypot(own, _CONTEXT_ERROR) for own in error)
     found = Interval.around(value, down, up)
     return found._replace(lo=max(found.lo, float(parts.get(WEIGHTS, 0))))
@@ -156,14 +156,14 @@ def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> Tor
     """Replay the storages of a program on a device.
 
     Args:
-        log: Of the program.
+        log: Storages of the program.
         spec: A GPU or CPU.
-        error: Half-width of the interval of what is allocated, as a share.
+        error: Half-width of the interval of allocated memory, as a fraction.
     """
     replay = _Replay(log, spec)
     own, cpu = replay.allocator, spec.platform == "cpu"
     context = float(_PROCESS if cpu else _CONTEXT + _CONTEXT_PER_CORE * spec.core_count)
-    # A host's memory is given and taken back at once: what is held is what is allocated.
+    # Host memory is returned at once: nothing is reserved beyond what is allocated.
     reserved, pinned = (
         (own.peak_allocated, own.peak_allocated) if cpu else (own.peak_reserved, own.peak_pinned)
     )
@@ -171,7 +171,7 @@ def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> Tor
     upwards = error if log.framed else _UNFRAMED
     errors = (error * own.peak_allocated, upwards * own.peak_allocated)
     needed = context + pinned
-    # Near the capacity the allocator gives free segments back.
+    # Near the capacity, the allocator releases free segments.
     seen = min(context + reserved, max(needed, capacity or float("inf")))
     held = [replay.storages[number] for number in replay.held]
     parts: Counter[str] = Counter()
@@ -197,14 +197,14 @@ def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> Tor
 
 
 def _change(log: StorageLog, parts: Mapping[str, int], needed: float, room: float) -> str:
-    """The smallest change with which a program that does not fit would; empty if none is known."""
+    """Return the smallest change that makes a program fit; empty if it fits or none is known."""
     if needed <= room:
         return ""
-    # Moments of one byte instead of four, as bitsandbytes and torchao have them.
+    # One-byte instead of four-byte moments, as in bitsandbytes and torchao.
     if needed - 0.75 * parts.get(STATES, 0) <= room:
-        return "an optimiser with states of 8 bits"
+        return "an optimizer with 8-bit states"
     fixed = sum(parts.get(kind, 0) for kind in (WEIGHTS, GRADIENTS, STATES))
-    # What is made for each sample; the rest is there at any batch.
+    # Activations scale with the batch; the rest does not.
     batch = int(log.batch * (room - fixed) / (needed - fixed)) if needed > fixed else 0
     if batch < 1:
         return ""
@@ -213,7 +213,7 @@ def _change(log: StorageLog, parts: Mapping[str, int], needed: float, room: floa
 
 
 def _holders(held: Iterable[Storage]) -> tuple[Holder, ...]:
-    """The lines that hold most of what a program has made itself."""
+    """Return the lines that hold most of the memory that the program itself allocated."""
     sums: dict[str, Counter[str]] = {}
     for own in held:
         if own.line and own.kind in (ACTIVATIONS, WORKSPACE):
@@ -223,14 +223,14 @@ def _holders(held: Iterable[Storage]) -> tuple[Holder, ...]:
 
 
 class _Replay:
-    """The allocator after a program, and what was held when most was allocated."""
+    """The allocator after a program, and the storages held at the peak."""
 
     def __init__(self, log: StorageLog, spec: DeviceSpec) -> None:
         self.allocator = CachingAllocator()
         self.storages = [*log.storages]
         target = str(spec.compiler.get("target", ""))
         size = next(size for start, size in _WORKSPACES if target.startswith(start))
-        # The backward pass has a thread, and so a handle of cuBLAS, of its own.
+        # The backward pass runs in its own thread, which has its own cuBLAS handle.
         count = (1 + log.train) * log.products * (spec.platform == "gpu")
         events = [*log.events]
         at = next((i for i, e in enumerate(events) if self._made(e)), len(events))
@@ -254,10 +254,10 @@ class _Replay:
 
 
 def compiled_storages(recording: Recording) -> StorageLog | None:
-    """Follow the storages of a compiled program; ``None`` where the eager one's are not known.
+    """Return the storages of a compiled program; ``None`` if the eager program's are unknown.
 
     Args:
-        recording: Of a forward pass or a training step, with its storages.
+        recording: A forward pass or training step, with its storages.
     """
     eager = recording.storages
     if eager is None:
@@ -272,7 +272,7 @@ def compiled_storages(recording: Recording) -> StorageLog | None:
 
 
 def _kernels(recording: Recording) -> list[AtenKernel]:
-    """Kernels of the forward pass, of the backward pass and of the update, each fused by itself."""
+    """Return kernels of the forward pass, backward pass and update, each fused separately."""
     phases = [[c for c in recording.calls if c.phase == p] for p in (FORWARD, BACKWARD, OPTIMIZER)]
     phases[1] = _computed_again(phases[0], phases[1])
     read = {t.memory for call in phases[1] for t in call.inputs}
@@ -283,13 +283,13 @@ def _kernels(recording: Recording) -> list[AtenKernel]:
 
 
 def _computed_again(forward: Sequence[AtenCall], backward: Sequence[AtenCall]) -> list[AtenCall]:
-    """Let the backward pass read what it computes from instead of what it computes again."""
+    """Return the backward pass, reading the sources of recomputed tensors instead of these."""
     maker = {t.memory: call for call in forward for t in call.outputs}
     saved = {t.memory for call in backward for t in call.inputs if t.memory in maker}
-    # Products read what is in memory.
+    # Products read their operands from memory.
     fixed = {t.memory for call in backward if is_opaque(call) for t in call.inputs}
     sources: dict[int, tuple[TensorUse, ...]] = {}
-    # What is kept may be computed from what was made before it, never the other way round.
+    # A tensor can only be recomputed from tensors made before it.
     for call in forward:
         own = {t.memory for t in call.outputs}
         inputs = tuple(t for t in call.inputs if t.memory not in own)
@@ -312,21 +312,21 @@ def _at_hand(
     saved: set[int],
     sources: Mapping[int, tuple[TensorUse, ...]],
 ) -> bool:
-    """Whether the backward pass has a tensor, or what it computes it from, in any case."""
+    """Return whether the backward pass has a tensor in any case, or can recompute it."""
     return memory not in maker or memory in saved or memory in sources
 
 
 def _in_place(kernel: AtenKernel) -> bool:
-    """Whether a kernel may write over an operand: it is generated, and reads each of them once.
+    """Return whether a kernel may overwrite an operand: generated, and reads each one once.
 
-    Reductions and what normalises by them read theirs twice (``decide_inplace_update`` of
-    ``torch._inductor.scheduler``); names beyond those that a kernel has are taken for such.
+    Reductions and normalizations read theirs twice (``decide_inplace_update`` of
+    ``torch._inductor.scheduler``); kernels with truncated names are assumed to as well.
     """
     return kernel.kind == "pass" and not any(word in kernel.name for word in _TWICE)
 
 
 def _follow(log: StorageLog, kernels: Sequence[AtenKernel], recording: Recording) -> None:
-    """Add what kernels make and free to a log."""
+    """Add the storages that kernels make and free to a log."""
     sizes: dict[int, int] = {}
     for call in recording.calls:
         for t in (*call.inputs, *call.outputs):

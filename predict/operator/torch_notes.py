@@ -1,4 +1,4 @@
-"""What the figures of a program of PyTorch mean, and their limits, in words."""
+"""Notes on predictions of PyTorch programs: assumptions and limits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from .torch_choices import CUDNN, attention_library
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
 
-#: Newest release of PyTorch whose whole models were measured (timm.parquet of the published-torch
-#: pack).
+#: Newest PyTorch release with measured whole models (timm.parquet of the published-torch pack).
 MEASURED_RELEASE = "2.9"
 _PREFERRED = (
     "attention is cuDNN's, which PyTorch prefers on this chip since its cuDNN is 9.15.1, as in its "
     "packages for CUDA 13; with an older one, or for CUDA 12, "
 )
-#: About recurrent layers of an export.
+#: Note on recurrent layers of an export.
 RECURRENT = (
     "recurrent layers are priced step by step, as written out; cuDNN, which PyTorch calls on GPUs, "
     "may be up to ten times faster, which the interval allows for"
@@ -34,7 +33,7 @@ RECURRENT = (
 
 
 def release_notes(release: str) -> tuple[str, ...]:
-    """A note where a release is newer than all that were measured."""
+    """Return a note if a release is newer than all measured ones."""
     if not is_newer(release, MEASURED_RELEASE):
         return ()
     return (
@@ -44,23 +43,24 @@ def release_notes(release: str) -> tuple[str, ...]:
 
 
 def kernel_name(work: AtenKernel, spec: DeviceSpec) -> str:
-    """An operator's name, of attention with the library that PyTorch calls."""
+    """Return an operator's name; for attention with the library that PyTorch calls."""
     library = attention_library(spec, work) if work.kind == ATTENTION else ""
     return f"{work.name} ({library})" if library else work.name
 
 
 def compiled_notes(parts: Sequence[str]) -> tuple[str, ...]:
-    """What an eager reading does with parts that the model itself compiles.
+    """Return a note on parts that the model itself compiles, in an eager prediction.
 
     Args:
-        parts: Their names.
+        parts: Names of the compiled parts.
     """
     if not parts:
         return ()
     named = ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
     return (
-        f"the model gives {named} to torch.compile, which is priced operator by operator here; the "
-        "lower end of the interval has the whole model compiled: --framework torch-compiled",
+        f"the model passes {named} to torch.compile, which is priced operator by operator here; "
+        "the lower bound of the interval assumes that the whole model is compiled: --framework "
+        "torch-compiled",
     )
 
 
@@ -70,13 +70,13 @@ def attention_notes(
     found: Sequence[AtenKernel],
     older_us: float | None,
 ) -> tuple[str, ...]:
-    """Whose attention is called, and what other releases of PyTorch call.
+    """Return notes on the attention library, and on what other PyTorch releases call.
 
     Args:
-        recording: Of the program.
+        recording: Recording of the program.
         spec: The device.
-        found: Its kernels.
-        older_us: Time by kernels of an older release, if these are others.
+        found: Kernels of the program.
+        older_us: Time with the kernels of an older release, if they differ.
     """
     if spec.platform == "cpu":
         return ()
@@ -85,10 +85,10 @@ def attention_notes(
     by_cudnn = [w for w in calls if attention_library(spec, w) == CUDNN]
     if older_us is not None:
         notes.append(
-            f"{_PREFERRED}no fused kernel takes it (a mask rules FlashAttention out, grouped keys "
-            "the memory-efficient one): keys and values are repeated, the softmax goes over "
-            f"memory, and the program takes {older_us / 1e3:.3g} ms, which the interval "
-            "reaches to; repeating keys and values in the model (repeat_interleave) avoids that"
+            f"{_PREFERRED}no fused kernel supports it (a mask rules out FlashAttention, grouped "
+            "keys the memory-efficient kernel): keys and values are repeated, the softmax goes "
+            f"through memory, and the program takes {older_us / 1e3:.3g} ms, which the interval "
+            "includes; repeating keys and values in the model (repeat_interleave) avoids that"
         )
     elif by_cudnn:
         plain = any(not w.masked for w in by_cudnn)
@@ -100,15 +100,15 @@ def attention_notes(
                 "FlashAttention 2 (as with sdpa_kernel(SDPBackend.FLASH_ATTENTION)), about "
                 f"{factor:g} times as long over many queries"
                 if plain
-                else "the memory-efficient kernel, which takes a mask and is slower"
+                else "the memory-efficient kernel, which supports masks and is slower"
             )
         )
     if any(not one for one in recording.attention.values()):
         notes.append(
-            "attention is written out (SDPBackend.MATH), as no fused kernel of PyTorch takes it on "
-            "this device: FlashAttention takes no mask, nor is_causal where there are other "
-            "numbers of queries and keys; the memory-efficient one takes no grouped keys "
-            "(enable_gqa); all need four dimensions and heads of a multiple of 8"
+            "attention is written out (SDPBackend.MATH), as no fused kernel of PyTorch supports it "
+            "on this device: FlashAttention supports neither a mask nor is_causal with different "
+            "numbers of queries and keys, the memory-efficient kernel no grouped keys "
+            "(enable_gqa), and all need four dimensions and head sizes that are multiples of 8"
         )
     return tuple(notes)
 
@@ -121,48 +121,48 @@ def kernel_notes(
     sources: Sequence[str],
     host_bound: bool,
 ) -> tuple[str, ...]:
-    """What the kernels of a program are, and the limits of their times.
+    """Return notes on the kernels of a program and the limits of their times.
 
     Args:
         framework: ``torch-eager`` or ``torch-compiled``.
         spec: The device.
         found: ``n`` kernels.
-        times: Seconds and both ends of the 90 % interval, shape ``(n, 3)``.
-        sources: What each was learned from, or ``roofline``.
-        host_bound: Whether the host takes longer to launch them than they run.
+        times: Seconds with both bounds of the 90 % interval, shape ``(n, 3)``.
+        sources: Family that each was learned from, or ``roofline``.
+        host_bound: Whether the host takes longer to launch the kernels than they run.
     """
     if spec.platform == "cpu":
         known = CpuTorchModel.find().devices
         return cpu_notes(spec, found, framework == "torch-compiled", known)
     kernels = (
-        "the operators of ATen as eager PyTorch launches them, one kernel after the other, without "
-        "CUDA graphs"
+        "ATen operators as eager PyTorch launches them, one kernel after the other, without CUDA "
+        "graphs"
         if framework == "torch-eager"
         else "products and attention of PyTorch's libraries, with chains of element-wise operators "
-        "fused as torch.compile does; gradients keep what the forward pass computed"
+        "fused as torch.compile does; the backward pass keeps what the forward pass computed"
     )
     train = any(w.phase == "backward" for w in found)
     notes = [
         kernels
-        + ("; the backward pass is autograd's own graph, the optimiser foreach's" if train else "")
-        + "; for the same program under XLA leave --framework out"
+        + ("; the backward pass is autograd's graph, the optimizer is foreach's" if train else "")
+        + "; for the same program under XLA omit --framework"
     ]
     if host_bound:
         compiled = framework == "torch-compiled"
         faster = "CUDA graphs" if compiled else "torch.compile or CUDA graphs"
         notes.append(
             "the host's launches take longer than the kernels: a larger batch takes little longer, "
-            f"and {faster} would be faster; the estimate is for libraries such as transformers; "
-            "plain modules on a fast processor take down to a quarter of it"
+            f"and {faster} would be faster; the estimate applies to libraries such as "
+            "transformers; plain modules on a fast processor take down to a quarter of it"
         )
     guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
     if guessed > 0.25:
-        notes.append(f"{guessed:.0%} of the kernels' time is of the roofline of {spec.name}")
+        notes.append(f"{guessed:.0%} of the kernel time is a roofline of {spec.name}")
     wide = any(w.dtype == "f32" and w.kind == PRODUCT for w in found)
     if wide and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32"):
         notes.append(
-            "matrix products of f32 run in full f32, PyTorch's default; "
-            "torch.set_float32_matmul_precision('high') would take TF32, which is not predicted"
+            "f32 matrix products run in full f32, PyTorch's default; "
+            "torch.set_float32_matmul_precision('high') would use TF32, which is not predicted"
         )
     if any(f"aten.{w.name}" in SORTS for w in found):
         notes.append(

@@ -1,9 +1,9 @@
-"""Times of PyTorch's own kernels for a program: eager, or as ``torch.compile`` fuses them.
+"""Times of PyTorch's kernels for a program: eager, or as ``torch.compile`` fuses them.
 
-    time = max(sum of the kernels, launches · time of the host for one)
+    time = max(sum of the kernels, launches · host time per launch)
 
-Kernels of 16 bits and fewer are priced as those of training steps (``step_operators.py``), f32 ones
-as PyTorch's own, timed alone and composed as published op graphs are
+Kernels of 16 bits and fewer are priced as those of training steps (``step_operators.py``), f32
+kernels as PyTorch's own, timed alone and composed like published op graphs
 (``predict/published/composition.py``).
 """
 
@@ -59,36 +59,36 @@ from .torch_notes import (
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
 
-#: Seconds of the host for a launch, and by which factors it takes less or more, between machines,
-#: libraries and releases of Python.
+#: Host seconds per launch, and factors by which they vary between machines, libraries and Python
+#: releases.
 _HOST = fitted("python")
-#: Bytes per second of PCI Express 4.0 x16, as data sheets round them: hosts with later processors
-#: have more.
+#: Bytes per second of PCI Express 4.0 x16, as rounded in data sheets; hosts with later processors
+#: have faster links.
 _PCIE_4 = 32e9
-#: Most times that recurrent layers written out step by step take of cuDNN's, which has about two
-#: kernels for the twenty of a step and does not return to Python between them. Engineering
-#: estimate; it widens the interval downwards.
+#: Maximum ratio of recurrent layers written out step by step to cuDNN's, which has about two
+#: kernels for the twenty of a step and does not return to Python in between; lowers the lower
+#: bound. Engineering estimate.
 _CUDNN_STEPS = 10.0
 
 
 @dataclass(frozen=True)
 class AtenEstimate:
-    """One operator of PyTorch, or a fused chain. Times of one run, in microseconds.
+    """One PyTorch operator, or a fused chain. Times of one run, in microseconds.
 
     Attributes:
         name: Operator.
         kind: ``product``, ``convolution``, ``attention``, ``norm``, ``softmax`` or ``pass``.
-        shape: By kind, as :class:`~.aten_work.AtenKernel` has it.
+        shape: Sizes by kind, see :class:`~.aten_work.AtenKernel`.
         dtype: Element type.
-        latency_us: Predicted, within a stream of kernels.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end.
-        bytes: Traffic.
-        launches: Calls of the host.
-        bound: What limits it by its roofline: ``compute``, ``memory`` or ``latency``.
-        source: What it was learned from, or ``roofline``.
+        latency_us: Predicted latency within a stream of kernels.
+        lo_us: Lower bound of the 90 % interval.
+        hi_us: Upper bound.
+        bytes: Memory traffic.
+        launches: Host launches.
+        bound: Bottleneck of its roofline: ``compute``, ``memory`` or ``latency``.
+        source: Family that it was learned from, or ``roofline``.
         source_line: ``file:line`` in the user's model.
-        module: Modules that it belongs to.
+        module: Path of its modules.
         phase: ``forward``, ``backward`` or ``optimizer``.
     """
 
@@ -109,12 +109,12 @@ class AtenEstimate:
 
     @property
     def total_us(self) -> float:
-        """Microseconds over all executions, of which there is one."""
+        """Microseconds over all executions; there is one."""
         return self.latency_us
 
     @property
     def what(self) -> str:
-        """The operator as users know it."""
+        """The operator under the name that users know."""
         return self.name
 
 
@@ -124,16 +124,16 @@ class TorchPrediction(InSeconds):
 
     Attributes:
         latency_us: Time of one run.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end.
+        lo_us: Lower bound of the 90 % interval.
+        hi_us: Upper bound.
         framework: ``torch-eager`` or ``torch-compiled``.
         device: Name of the device.
         device_us: Sum of the kernels.
-        host_us: What the host takes to launch them; the run takes the longer of both.
-        operators: In order.
+        host_us: Time in which the host launches them; the run takes the longer of both.
+        operators: Operators in order.
         parameter_bytes: Bytes of parameters and buffers.
-        notes: What the figures mean, and their limits.
-        memory: Peak memory and whether it fits; ``None`` where it is not predicted.
+        notes: Assumptions and limits.
+        memory: Peak memory and whether it fits; ``None`` if it is not predicted.
     """
 
     latency_us: float
@@ -149,40 +149,40 @@ class TorchPrediction(InSeconds):
     memory: TorchMemory | None = None
 
     def __repr__(self) -> str:
-        """Time, interval, device and number of operators; the fields would fill pages."""
+        """Return a summary: time, interval, framework and number of operators."""
         return (
             f"TorchPrediction({self._said()} by {self.framework}, {len(self.operators)} operators)"
         )
 
     @property
     def peak_memory_bytes(self) -> float | None:
-        """What the device sees at the peak; ``None`` where it is not predicted."""
+        """Peak of the memory that the device reports; ``None`` if it is not predicted."""
         return self.memory.peak_bytes if self.memory else None
 
     @property
     def fits(self) -> bool | None:
-        """Whether it is more likely than not to run on the device; ``None`` if that is unknown."""
+        """Whether the program is more likely than not to fit; ``None`` if that is unknown."""
         return self.memory.fits if self.memory else None
 
     @property
     def kernels(self) -> tuple[AtenEstimate, ...]:
-        """The operators, under the name that other predictions have for them."""
+        """The operators, under the name that other predictions use."""
         return self.operators
 
     def top(self, count: int = 10) -> list[AtenEstimate]:
-        """Return the operators that take most time."""
+        """Return the operators with the longest times."""
         return sorted(self.operators, key=lambda o: -o.total_us)[:count]
 
     def by(self, key: str) -> list[Group[AtenEstimate]]:
-        """Put the operators together by ``line``, ``module``, ``kind`` or ``phase``.
+        """Group the operators by ``line``, ``module``, ``kind`` or ``phase``.
 
         Returns:
-            What takes most time first.
+            Groups, the longest time first.
         """
         return grouped(self.operators, key)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast predict --json`` prints it."""
+        """Return JSON data, as ``opcast predict --json`` prints it."""
         own = self.memory
         return {
             **asdict(self),
@@ -195,16 +195,16 @@ class TorchPrediction(InSeconds):
 
 @dataclass(frozen=True)
 class Priced:
-    """Times of kernels, and of a run of them one after the other.
+    """Times of kernels, and of a sequential run of them.
 
     Attributes:
-        times: Seconds and both ends of the 90 % interval of each, shape ``(n, 3)``.
-        sources: What each was learned from, or ``roofline``.
+        times: Seconds with both bounds of the 90 % interval, shape ``(n, 3)``.
+        sources: Family that each was learned from, or ``roofline``.
         seconds: Time of the run: the kernels, or the host's launches if these take longer.
-        lo: Lower end of its 90 % interval.
-        hi: Upper end.
+        lo: Lower bound of its 90 % interval.
+        hi: Upper bound.
         device_s: Sum of the kernels.
-        host_s: What the host takes to launch them.
+        host_s: Time in which the host launches them.
     """
 
     times: np.ndarray
@@ -230,9 +230,9 @@ def price_works(
         found: The kernels.
         spec: The device.
         framework: ``torch-eager`` or ``torch-compiled``.
-        bundle: Model of operators; ``None`` for rooflines.
-        kept: Memory that outlives them.
-        release: Of PyTorch; empty for a recent one.
+        bundle: Operator model; ``None`` for rooflines.
+        kept: Memory that outlives the kernels.
+        release: PyTorch release; empty for a recent one.
     """
     compiled = framework == "torch-compiled"
     times, sources, host = unlearned(found, spec, framework, bundle, kept, release)
@@ -251,20 +251,20 @@ def price_works(
         train = any(w.phase == "backward" for w in found)
         ends = learned.interval(seconds_by_class(costs, times[:, 0]), context, train, narrow)
     total = float(times[:, 0].sum())
-    # Errors of calls timed alone, and of those in f32 that nobody timed, are less alike than those
-    # that steps were fitted with.
+    # Errors of calls timed alone, and of f32 kernels without measurements, are less correlated than
+    # those of the kernels that steps were fitted with.
     alone = np.array([s.removeprefix("learned:").startswith(ALONE) for s in sources])
     rho = RHO if narrow and times[alone, 0].sum() <= 0.5 * total else RHO_ALONE
     reach = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
     down, up = np.hypot(combined_spread(reach, rho), RUN_ERROR * total)
     if ends is None and not cpu:
-        # Of the kernels' own errors, in a program unlike those that whole models taught of.
+        # From the kernels' own errors, for a program unlike those in the training data.
         shortest = np.log(max(1.0 - down / total, LEAST_SHARE))
         wide = bundle is not None and spec.runs_cuda and not narrow
         ends = (float(shortest), float(np.log1p(up / total)))
         ends = widened(ends, UNLIKE_WIDE if wide else UNLIKE)
     if ends is not None:
-        # Errors of whole models that were left out hold those of their kernels.
+        # Held-out errors of whole models include those of their kernels.
         down, up = -np.expm1(ends[0]) * total, np.expm1(ends[1]) * total
     seconds = max(total, host)
     lo = max(total - down, LEAST_SHARE * total, float(least.sum()), host / _HOST.less)
@@ -280,14 +280,14 @@ def unlearned(
     kept: Collection[int] = (),
     release: str = "",
 ) -> tuple[np.ndarray, list[str], float]:
-    """Price kernels without what whole models taught; arguments as of :func:`price_works`.
+    """Price kernels without the factors learned from whole models; see :func:`price_works`.
 
     Returns:
-        Seconds and both ends of the 90 % interval of each, shape ``(n, 3)``, what they were
-        learned from, and seconds of the host to launch them.
+        Seconds with both bounds of the 90 % interval, shape ``(n, 3)``; the family that each was
+        learned from; and host seconds to launch them.
     """
     if spec.platform == "cpu":
-        # What the host does for a kernel is part of it.
+        # On a CPU, host work is part of the kernel's time.
         return *CpuPrices(spec)(found, kept), 0.0
     bits = 32 if _mostly_f32(found) else 16
     effects = StepModel.find().table.effects(device_context(spec, bits))
@@ -298,15 +298,15 @@ def unlearned(
 def _host_seconds(
     found: Sequence[AtenKernel], spec: DeviceSpec, framework: str, launch: float
 ) -> float:
-    """Seconds in which the host launches kernels.
+    """Return the seconds in which the host launches kernels.
 
     Args:
         found: The kernels.
         spec: The device.
-        framework: As of :func:`price_works`.
-        launch: For a launch beside the model's own Python: autograd's, of a compiled backward graph
-            too (no table has one, and it does not launch more than eager does), and the optimiser's
-            of lists.
+        framework: See :func:`price_works`.
+        launch: Seconds per launch outside the model's own Python: autograd's (also for a compiled
+            backward graph, which has no measurements and launches no more than eager does), and the
+            optimizer's.
     """
     python = _HOST.compiled_s if framework == "torch-compiled" else _HOST.eager_s
     if products_lead(spec) and spec.host_link <= _PCIE_4:
@@ -316,7 +316,7 @@ def _host_seconds(
 
 
 def computes_narrow(found: Sequence[AtenKernel]) -> bool:
-    """Whether most arithmetic of kernels is in 16 bits, as in all models that were learned from."""
+    """Return whether most arithmetic is in 16 bits, as in all models in the training data."""
     flops = {"narrow": 0.0, "others": 0.0}
     for w in found:
         flops["narrow" if w.dtype in ("f16", "bf16") else "others"] += w.op.flops()
@@ -324,7 +324,7 @@ def computes_narrow(found: Sequence[AtenKernel]) -> bool:
 
 
 def works_of(recording: Recording, framework: str) -> list[AtenKernel]:
-    """Kernels that a framework launches for a recording, in order."""
+    """Return the kernels that a framework launches for a recording, in order."""
     return fused(recording) if framework == "torch-compiled" else works(recording.calls)
 
 
@@ -335,7 +335,7 @@ def price(
     bundle: OpModel | None,
     release: str = "",
 ) -> TorchPrediction:
-    """Price what a program launches; see :class:`TorchPredictor`."""
+    """Price the kernels of a recording; see :class:`TorchPredictor`."""
     check_priced(recording.calls, spec)
     written = recording.otherwise
     older = price(written, spec, framework, bundle, release) if written else None

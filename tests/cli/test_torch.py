@@ -129,7 +129,7 @@ def test_tables_take_training_steps_and_frameworks(folder, tmp_path):
         # A module and its file are the same program.
         assert rows[framework][3]["latency_us"] == pytest.approx(single["latency_us"])
     assert not [row["error"] for row in rows["xla"] if row["error"]]
-    assert "known for GPUs" in rows["torch-eager"][2]["error"]
+    assert "supported on GPUs" in rows["torch-eager"][2]["error"]
     assert rows["torch-eager"][2]["latency_us"] is None
     forward = opcast(
         "predict", path, "--device", "h100-sxm,l4", "--framework", "torch-eager", "--json"
@@ -180,7 +180,7 @@ def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
     )
     words = ("--device", "h100-sxm", "--framework", "torch-eager", "--json")
     rows = json.loads(opcast("predict", str(folder / "net.pt2"), str(other), *words).stdout)
-    assert not rows[0]["error"] and "for programs of PyTorch" in rows[1]["error"]
+    assert not rows[0]["error"] and "for PyTorch programs" in rows[1]["error"]
     words = ("--device", "h100-sxm", "--train", "adamw", "--loss", "sum", "--lowering", "fused")
     rows = json.loads(
         opcast("predict", str(folder / "net.pt2"), str(other), *words, "--json").stdout
@@ -199,10 +199,10 @@ def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
         (("--train", "lion"), "no optimiser 'lion'"),
         (("--loss", "sum"), "without an optimiser"),
         (("--cluster", "dgx-h100-x16"), "for one device"),
-        (("--framework", "torch-eager"), "known for GPUs"),
+        (("--framework", "torch-eager"), "supported on GPUs"),
         (("--framework", "torch-eager", "--device", "local"), "JAX finds no GPU on this machine"),
         (("--framework", "torch-eager", "--lowering", "fused"), "--lowering does not apply"),
-        (("--framework", "jax"), "no framework 'jax'"),
+        (("--framework", "jax"), "no PyTorch framework 'jax'"),
         (("--framework", "torch-eager@9.9"), "there is no release 9.9 of PyTorch"),
         (("--framework", "torch-eager,torch-compiled", "--plot", "p.png"), "--plot does not apply"),
     ],

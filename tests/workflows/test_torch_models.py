@@ -410,7 +410,7 @@ def test_releases_whose_kernels_are_older_have_effects_of_their_own() -> None:
 
 def test_a_release_is_a_part_of_the_framework() -> None:
     assert TorchPredictor("torch-eager@1.12", "roofline").release == "1.12"
-    with pytest.raises(ProgramError, match="no framework"):
+    with pytest.raises(ProgramError, match="no PyTorch framework"):
         TorchPredictor("torch-eager@old", "roofline")
 
 

@@ -125,7 +125,7 @@ def test_less_known_ways_of_running_have_wider_intervals(net) -> None:
     known, said = asked()
     assert "never measured" not in said and "alone" not in said
     other, said = asked("cpu-i7-12700h")
-    assert other > 1.3 * known and "follows from its data sheet" in said
+    assert other > 1.3 * known and "is predicted from its data sheet" in said
     eager, said = asked(framework="torch-eager")
     assert eager > 1.5 * known and "eager PyTorch on a CPU was never measured" in said
     step, said = asked(train="sgd", loss="sum")
@@ -152,7 +152,7 @@ def test_a_processor_of_a_file_is_predicted(net, tmp_path: Path) -> None:
     assert load_device_file(path).matrix_peak("f32") == pytest.approx(64 * 64 * 2.5e9)
     found = opcast.predict(net[0], net[1], device=str(path), framework="torch-compiled")
     assert found.latency_us > 0 and found.device == "mine"
-    with pytest.raises(DeviceError, match="known for GPUs"):
+    with pytest.raises(DeviceError, match="supported on GPUs"):
         opcast.predict(net[0], net[1], device="tpu-v5e", framework="torch-compiled")
 
 

@@ -749,11 +749,11 @@ def test_every_kind_of_model_is_priced(kind):
 
 def test_what_has_no_kernels_of_pytorch_is_refused():
     module, inputs = examples()["mlp"]
-    with pytest.raises(DeviceError, match="known for GPUs"):
+    with pytest.raises(DeviceError, match="supported on GPUs"):
         predict(module, *inputs, device="tpu-v5e", framework="torch-eager")
-    with pytest.raises(ProgramError, match="no framework 'caffe'"):
+    with pytest.raises(ProgramError, match="no PyTorch framework 'caffe'"):
         predict(module, *inputs, device="h100-sxm", framework="caffe")
-    with pytest.raises(ProgramError, match="for programs of PyTorch"):
+    with pytest.raises(ProgramError, match="for PyTorch programs"):
         predict(lambda x: x, np.ones(3), device="h100-sxm", framework="torch-eager")
     with pytest.raises(ProgramError, match="lowering"):
         predict(module, *inputs, device="h100-sxm", framework="torch-eager", lowering="fused")
