@@ -1,8 +1,8 @@
-"""Predict two versions of a program on a device, and how sure it is which one is faster.
+"""Comparison of two versions of a program on a device, with the probability that one is faster.
 
-The error of the ratio of two times is that of their kernels, each weighed by the difference of its
-shares. Kernels that both versions have weigh nothing, nor does an error that all kernels have in
-common, such as that of a device that no kernel was measured on::
+The error of the ratio of two times is the sum of their kernels' errors, each weighted by the
+difference of its shares. Kernels in both versions cancel, and so does an error common to all
+kernels, such as that of an unmeasured device::
 
     log(new / old) = Σ (share in the new version - share in the old one) · log error of the kernel
 """
@@ -30,32 +30,30 @@ if TYPE_CHECKING:
     from ..program.prediction import Prediction
     from ..program.predictor import Predictor
 
-#: Correlation of the log errors of two kernels where they are subtracted. The largest that was
-#: measured (passes of one GPU 0.21, kernels of a CPU's programs 0.11): the smaller it is, the less
-#: of the errors cancels.
+#: Correlation of the log errors of two kernels in a difference: the largest measured value (passes
+#: on one GPU 0.21, kernels of a CPU's programs 0.11). The smaller it is, the less cancels.
 RHO = 0.2
-#: Error of the time that is no kernel's, in logarithms: gaps between kernels may be absent or twice
-#: as long as they are taken (``Overhead`` of models/program/schedule_cost.py).
+#: Log error of the time outside kernels: gaps may be absent or twice as long as assumed
+#: (``Overhead`` of models/program/schedule_cost.py).
 _GAPS = log(2.0)
 _DIGITS = re.compile(r"[\d.,]+")
-#: Kernels that a change names, the costliest.
+#: Maximum number of kernels to name in a change, the costliest.
 _KERNELS = 3
 
 
 @dataclass(frozen=True)
 class Change:
-    """Kernels that differ, of the same ops. Times are of a run, in microseconds.
+    """Kernels of the same ops that differ. Times are per run, in microseconds.
 
     Attributes:
-        lines: ``file:line`` in the new version, of the old one where the new one has none; the
-            costliest first.
-        reasons: What tells them apart.
+        lines: ``file:line`` in the new version, or else in the old one; the costliest first.
+        reasons: How the kernels differ.
         old_us: Time in the old version.
-        new_us: Time in the new one.
+        new_us: Time in the new version.
         old_kernels: Executions in the old version.
-        new_kernels: Executions in the new one.
+        new_kernels: Executions in the new version.
         kernels: Names of the costliest kernels of the new version, or else of the old one.
-        module: Module of the costliest.
+        module: Module of the costliest kernel.
     """
 
     lines: tuple[str, ...]
@@ -69,7 +67,7 @@ class Change:
 
     @property
     def more_us(self) -> float:
-        """What the new version takes more."""
+        """Additional time of the new version."""
         return self.new_us - self.old_us
 
 
@@ -81,16 +79,16 @@ class Difference:
         device: Name of the device.
         lowering: Lowering of both.
         old: Time of the old version with its 90 % interval.
-        new: Time of the new one.
-        ratio: New over old, with its 90 % interval, in which errors that both share cancel.
-        changes: Kernels that differ, by how much time they make, the largest first.
-        rest_us: What the new version takes more outside of them: gaps, overlap, kernels that are
-            the same but stand among others.
-        same: Kernels that both have.
+        new: Time of the new version with its 90 % interval.
+        ratio: New over old, with its 90 % interval, in which common errors cancel.
+        changes: Kernels that differ, in order of decreasing change of time.
+        rest_us: Additional time of the new version outside of them: gaps, overlap, and kernels that
+            are the same in another context.
+        same: Number of kernels in both versions.
         reasons: How the ops and arguments differ.
         old_bytes: Peak memory of the old version.
-        new_bytes: That of the new one.
-        device_bytes: Memory of the device that programs can have; 0 if unknown.
+        new_bytes: Peak memory of the new version.
+        device_bytes: Device memory available to programs; 0 if unknown.
         notes: Known limits of both predictions.
     """
 
@@ -110,15 +108,15 @@ class Difference:
 
     @property
     def slower(self) -> float:
-        """How likely the new version is slower; 0 if no kernel differs."""
+        """Probability that the new version is slower; 0 if no kernel differs."""
         return self.slower_by(0.0)
 
     def slower_by(self, share: float) -> float:
-        """How likely the new version is slower by more than a share of the old one's time."""
+        """Return the probability of a slowdown by more than a share of the old time."""
         return 1.0 - self.ratio.chance_below(1.0 + share)
 
     def beyond(self, limit_us: float) -> float:
-        """How likely the new version takes longer than a limit."""
+        """Return the probability that the new version takes longer than a limit."""
         return 1.0 - self.new.chance_below(limit_us)
 
     @property
@@ -127,7 +125,7 @@ class Difference:
         return self.new_bytes <= self.device_bytes if self.device_bytes else None
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast diff --json`` prints it."""
+        """Return JSON data, as ``opcast diff --json`` prints it."""
         return {
             "device": self.device,
             "lowering": self.lowering,
@@ -148,13 +146,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Judged:
-    """A program's two versions on a device, and whether the new one is allowed.
+    """Two versions of a program on a device, with the verdict on the new one.
 
     Attributes:
-        name: What the program is called.
+        name: Name of the program.
         device: Name of the device.
-        difference: Of the versions; ``None`` if they could not be compared.
-        excess: What is exceeded; empty if nothing is.
+        difference: Comparison of the versions; ``None`` if they could not be compared.
+        excess: Which limit is exceeded; empty if none is.
         error: Why they could not be compared.
     """
 
@@ -165,7 +163,7 @@ class Judged:
     error: OpcastError | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data; ``error`` is empty for what was compared."""
+        """Return JSON data; ``error`` is empty if the versions were compared."""
         found = self.difference.to_dict() if self.difference is not None else {}
         own = {"excess": self.excess, "error": str(self.error or "")}
         return {"name": self.name, "device": self.device, **found, **own}
@@ -173,11 +171,11 @@ class Judged:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a program on a device: what was predicted, and its kernels.
+    """A version of a program on a device: its prediction and its kernels.
 
     Attributes:
-        prediction: Of the program.
-        pieces: Its kernels.
+        prediction: Prediction of the program.
+        pieces: Kernels of the program.
         source: The program.
         rho: Correlation of the errors of its kernels.
     """
@@ -192,7 +190,7 @@ class Version:
         """Predict a case.
 
         Raises:
-            OpcastError: As for :meth:`~opcast.predict.program.predictor.Predictor.answer`.
+            OpcastError: See :meth:`~opcast.predict.program.predictor.Predictor.answer`.
         """
         source, lowered, device = case.lower(predictor)
         with well_formed(source):
@@ -208,7 +206,7 @@ class Version:
 
 
 def _correlation(predictor: Predictor, device: DeviceSpec) -> float:
-    """Correlation that the intervals of programs are made with."""
+    """Return the error correlation that intervals of programs are computed with."""
     model = predictor.model_for(device).program_model
     corrected = model.corrections.get(device.platform)
     if corrected is not None:
@@ -240,7 +238,7 @@ def compare(old: Version, new: Version) -> Difference:
         old_bytes=before.peak_memory_bytes,
         new_bytes=after.peak_memory_bytes,
         device_bytes=after.device_memory_bytes,
-        # Notes that differ in figures alone are told once.
+        # Notes that differ only in figures are kept once.
         notes=tuple({_DIGITS.sub("", own): own for own in (*before.notes, *after.notes)}.values()),
     )
 
@@ -267,11 +265,11 @@ def _change(old: Sequence[Piece], new: Sequence[Piece], moved: MovedLines) -> Ch
 
 
 def ratio_error(old: Version, new: Version) -> tuple[float, float]:
-    """Half-widths of the ratio's 90 % interval in logarithms, downwards and upwards.
+    """Return the half-widths of the ratio's 90 % interval in logarithms, downwards and upwards.
 
     Args:
         old: The old version.
-        new: The new one.
+        new: The new version.
     """
     parts = [_shares(version) for version in (old, new)]
     ends = []
@@ -279,7 +277,7 @@ def ratio_error(old: Version, new: Version) -> tuple[float, float]:
         (before, *_), (after, *_) = (part.get(work, (0.0, 0.0, 0.0)) for part in parts)
         _, below, above = parts[1].get(work) or parts[0][work]
         weight = after - before
-        # What the new version has less of makes the ratio smaller where it takes longer.
+        # Work that the new version has less of lowers the ratio if it is slower than predicted.
         own = (below, above) if weight >= 0.0 else (above, below)
         ends.append((weight * own[0], weight * own[1]))
     down, up = combined_spread(np.array(ends).reshape(-1, 2), RHO)
@@ -288,7 +286,7 @@ def ratio_error(old: Version, new: Version) -> tuple[float, float]:
 
 
 def _shares(version: Version) -> dict[object, tuple[float, float, float]]:
-    """Share of a program's time and both errors in logarithms, by work of kernels and of gaps."""
+    """Return shares of a program's time with both log errors, by work of kernels, and for gaps."""
     total = version.prediction.latency_us
     sums: dict[object, list[float]] = {}
     for piece in version.pieces:
@@ -297,14 +295,14 @@ def _shares(version: Version) -> dict[object, tuple[float, float, float]]:
         own[1], own[2] = max(own[1], piece.below), max(own[2], piece.above)
     kernels = sum(own[0] for own in sums.values())
     found = {work: (share, below, above) for work, (share, below, above) in sums.items()}
-    # Less than the sum of the kernels where they overlap.
+    # The gaps are negative where kernels overlap.
     return {**found, "gaps": (1.0 - kernels, _GAPS, _GAPS)}
 
 
 def _scale(version: Version, parts: dict[object, tuple[float, float, float]]) -> float:
-    """How much wider the program's interval is than its kernels' make it, at least 1.
+    """Return the ratio of the program's interval width to that from its kernels, at least 1.
 
-    It also holds what the lowering may be wrong by, and what whole programs taught.
+    The program's interval also covers errors of the lowering and of the composition.
     """
     ends = np.array([(share * below, share * above) for share, below, above in parts.values()])
     own = hypot(*combined_spread(ends.reshape(-1, 2), version.rho))

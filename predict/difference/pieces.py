@@ -1,4 +1,4 @@
-"""Kernels of two versions of a program: which of them are the same, and in words what changed."""
+"""Kernels of two versions of a program: matching, and descriptions of what changed."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from ...features.kernels.kernel import Kernel
     from ..program.prediction import KernelEstimate
 
-#: Largest difference of the times, in logarithms, of two kernels that do the same work but are not
-#: written alike (other layouts, constants) and count as the same. Engineering choice.
+#: Maximum log difference of the times of two kernels that do the same work but differ in layouts or
+#: constants, and still count as the same. Engineering choice.
 SAME_TIME = 0.02
-#: Changes of FLOPs and bytes that are told, as a share. Engineering choice.
+#: Relative changes of FLOPs and bytes that are reported. Engineering choice.
 TELLING = 0.01
-#: Kinds of ops that one line tells at most, those of the largest count.
+#: Maximum kinds of ops to report, those with the largest counts.
 _MOST = 6
 
 
 class Place(NamedTuple):
-    """Where a kernel came from.
+    """Source location of a kernel.
 
     Attributes:
         op: StableHLO op.
-        file: Name of the file, without folders: two versions lie in different ones.
-        line: 0 if it is not known.
+        file: Name of the file without folders, which differ between versions.
+        line: Line number; 0 if unknown.
     """
 
     op: str
@@ -53,19 +53,19 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A kernel of one version. Times are of one execution, in microseconds.
+    """A kernel of one version. Times are per execution, in microseconds.
 
     Attributes:
-        name: As the compiler calls it.
-        text: What tells it from kernels that are written in another way: a digest of its HLO.
-        work: What it does: kind, op, element type, FLOPs, bytes read and written, and the type that
-            its products are computed in (TF32 or FP32 of f32). Kernels of equal work err alike.
+        name: The compiler's name.
+        text: Digest of the HLO.
+        work: Kind, op, element type, FLOPs, bytes read and written, and the type that products are
+            computed in (TF32 or FP32 for f32). Errors of kernels with equal work are equal.
         us: Predicted time.
-        below: Distance of the lower end of its 90 % interval in logarithms, positive.
-        above: That of the upper end.
-        times: Executions in a run.
-        places: Where it came from; the first is what it mainly came from.
-        module: Modules that it belongs to, joined by slashes, or empty.
+        below: Log distance to the lower bound of the 90 % interval, positive.
+        above: Log distance to the upper bound.
+        times: Executions per run.
+        places: Source locations, the main one first.
+        module: Path of its modules, joined by slashes, or empty.
         files: Names of the files of the places, and their paths.
     """
 
@@ -82,7 +82,7 @@ class Piece:
 
     @property
     def kind(self) -> str:
-        """Kind of kernel."""
+        """Kind of the kernel."""
         return self.work[0]
 
     @property
@@ -92,36 +92,36 @@ class Piece:
 
     @property
     def dtype(self) -> str:
-        """Element type that it computes in."""
+        """Element type of the computation."""
         return self.work[2]
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all executions."""
+        """Floating-point operations over all executions."""
         return self.work[3] * self.times
 
     @property
     def bytes(self) -> float:
-        """Bytes that all executions read and write."""
+        """Bytes read and written over all executions."""
         return (self.work[4] + self.work[5]) * self.times
 
     @property
     def total_us(self) -> float:
-        """Microseconds of all executions."""
+        """Microseconds over all executions."""
         return self.us * self.times
 
 
 def pieces_of(kernels: Sequence[Kernel], estimates: Sequence[KernelEstimate]) -> list[Piece]:
-    """The kernels of a program that take time.
+    """Return the kernels of a program that take time.
 
     Args:
-        kernels: Of the lowered program.
+        kernels: Kernels of the lowered program.
         estimates: Their predictions, in the same order.
     """
     found = []
     rates = rows(kernels)[:, INDEX["matrix_dtype"]].astype(int).tolist()
     for kernel, own, rate in zip(kernels, estimates, rates, strict=True):
-        # Half of an asynchronous pair, and kernels without work, take none.
+        # Kernels without work, and one half of an asynchronous pair, take no time.
         if not kernel.takes_time or own.latency_us <= 0.0:
             continue
         named = [(source.file.rsplit("/", 1)[-1], source) for source in kernel.sources]
@@ -147,7 +147,7 @@ def pieces_of(kernels: Sequence[Kernel], estimates: Sequence[KernelEstimate]) ->
 
 @dataclass(frozen=True)
 class Matched:
-    """Which kernels of two versions are the same.
+    """Kernels that are the same in two versions, and those that are not.
 
     Attributes:
         both: Pairs of an old and a new kernel that are the same.
@@ -163,8 +163,8 @@ class Matched:
 def match(old: Sequence[Piece], new: Sequence[Piece]) -> Matched:
     """Pair the kernels of two versions, each one once.
 
-    Kernels of the same text in the same module are the same; then those of the same text anywhere;
-    then those of the same work that take as long.
+    Matched are kernels with the same text in the same module; then with the same text anywhere;
+    then with the same work and nearly the same time.
     """
     both: list[tuple[Piece, Piece]] = []
     left, right = list(old), list(new)
@@ -175,7 +175,7 @@ def match(old: Sequence[Piece], new: Sequence[Piece]) -> Matched:
         rest = []
         for piece in left:
             queue = waiting[level(piece)]
-            # Equal kernels stand in the same order in both.
+            # Equal kernels have the same order in both versions.
             if queue and (level is not _working or abs(log(queue[0].us / piece.us)) <= SAME_TIME):
                 both.append((piece, queue.pop(0)))
             else:
@@ -198,14 +198,14 @@ def _working(piece: Piece) -> object:
 
 
 class MovedLines:
-    """Where lines of the old version stand in the new one.
+    """Map from lines of the old version to lines of the new one.
 
-    The files tell it where both can be read, else the kernels that both versions have.
+    It is derived from the files if both can be read, else from the kernels in both versions.
 
     Args:
         old: Kernels of the old version.
-        new: Kernels of the new one.
-        both: Pairs of kernels that are the same.
+        new: Kernels of the new version.
+        both: Pairs of matched kernels.
     """
 
     def __init__(
@@ -228,18 +228,18 @@ class MovedLines:
                 self._known[file] = told
 
     def __call__(self, place: Place) -> Place:
-        """A place of the old version as the new one has it."""
+        """Return the location in the new version of a location in the old one."""
         known = self._known[place.file]
         if not place.line or not known:
             return place
-        # What is added or taken away moves all that follows: the nearest line before it tells.
+        # An insertion or deletion shifts all that follows: take the shift of the nearest line before.
         before = [line for line in known if line <= place.line]
         near = max(before) if before else min(known)
         return place._replace(line=max(1, place.line + known[near] - near))
 
 
 def _lines_moved(old: str, new: str) -> dict[int, int]:
-    """Numbers of the lines of a file in another version of it; empty if one cannot be read."""
+    """Map line numbers of a file to another version of it; empty if one cannot be read."""
     try:
         before, after = (Path(path).read_text(encoding="utf-8") for path in (old, new))
     except (OSError, ValueError):
@@ -248,7 +248,7 @@ def _lines_moved(old: str, new: str) -> dict[int, int]:
     found: dict[int, int] = {}
     for tag, start, end, at, to in matcher.get_opcodes():
         if tag in ("equal", "replace"):
-            # Lines that were changed stand for those that took their place, in order.
+            # Changed lines correspond to those that replaced them, in order.
             pairs = zip(range(start, end), range(at, to), strict=False)
             found |= {line + 1: other + 1 for line, other in pairs}
     return found
@@ -257,12 +257,12 @@ def _lines_moved(old: str, new: str) -> dict[int, int]:
 def linked(
     old: Sequence[Piece], new: Sequence[Piece], moved: MovedLines
 ) -> list[tuple[list[Piece], list[Piece]]]:
-    """Put the kernels together that were made of the same ops, those of each version apart.
+    """Group the kernels made from the same ops, separately for each version.
 
     Args:
         old: Kernels that only the old version has.
         new: Kernels that only the new version has.
-        moved: Takes places of the old version to the new one.
+        moved: Maps locations of the old version to the new one.
     """
     groups: dict[object, tuple[list[Piece], list[Piece]]] = {}
     within: tuple[dict[Place, object], dict[Place, object]] = ({}, {})
@@ -270,13 +270,13 @@ def linked(
     for side, pieces in enumerate((old, new)):
         for piece in pieces:
             places = [p if side else moved(p) for p in piece.places if p.line]
-            # Without a line the op and the module are all that is known.
+            # Without a line, only the op and the module identify the origin.
             key: object = places[0] if places else (piece.module, *piece.work[:2])
             groups.setdefault(key, ([], []))[side].append(piece)
             made_of[key].update(dict.fromkeys(places))
             for place in places:
                 within[side].setdefault(place, key)
-    # An op whose kernel only one version has was within another kernel in the other one.
+    # An op with its own kernel in only one version was fused into another kernel in the other.
     into: dict[object, object] = {}
 
     def end(key: object) -> object:
@@ -297,7 +297,7 @@ def linked(
 
 
 def kernel_reasons(old: Sequence[Piece], new: Sequence[Piece]) -> tuple[str, ...]:
-    """Say what tells the kernels of some ops from those that the new version has of them."""
+    """Describe how the kernels of some ops differ between two versions."""
     if not old or not new:
         kind = Counter(p.opcode for p in (*old, *new)).most_common(1)[0][0]
         return (f"{kind} {'removed' if old else 'added'}",)
@@ -314,7 +314,7 @@ def kernel_reasons(old: Sequence[Piece], new: Sequence[Piece]) -> tuple[str, ...
     same_work = abs(work[1] - work[0]) <= TELLING * max(work)
     if counts[0] != counts[1]:
         said = f"{plain(counts[0])} → {plain(counts[1])} kernels"
-        # The same arithmetic in more kernels: what was between them goes through memory.
+        # The same arithmetic in more kernels: intermediate results now go through memory.
         if same_work:
             said = f"{'fusion broken' if counts[1] > counts[0] else 'fused'}: {said}"
         found.append(said)
@@ -340,7 +340,7 @@ def _floats(pieces: Sequence[Piece]) -> set[str]:
 
 
 def program_reasons(old: Program, new: Program) -> tuple[str, ...]:
-    """Say how the ops and the arguments of two programs differ, before any compiler."""
+    """Describe how the ops and arguments of two programs differ before compilation."""
     found = []
     if arguments := _arguments(old, new):
         found.append(f"recompilation: {arguments}")
@@ -364,7 +364,7 @@ def program_reasons(old: Program, new: Program) -> tuple[str, ...]:
 
 
 def _ops(program: Program) -> Counter[tuple[str, str]]:
-    """Ops of a program by opcode and element type of the result."""
+    """Count the ops of a program by opcode and element type of the result."""
     found: Counter[tuple[str, str]] = Counter()
     for computation in program.computations.values():
         for op in computation.ops:
@@ -378,7 +378,7 @@ def _by_dtype(counts: Counter[tuple[str, str]], opcode: str) -> Counter[str]:
 
 
 def _arguments(old: Program, new: Program) -> str:
-    """How the entry's arguments differ; empty if they do not."""
+    """Describe how the entry's arguments differ; empty if they do not."""
     before, after = ([str(p.type) for p in o.entry_computation.parameters] for o in (old, new))
     if len(before) != len(after):
         return f"{len(before)} → {len(after)} arguments"

@@ -1,4 +1,4 @@
-"""A partitioned program, or a simulated step, on a cluster as a folder of Chakra traces."""
+"""Export of a partitioned program or a simulated step to a folder of Chakra traces."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from ...simulate.step.plan import Group, Plan
 from ..cluster.partitioned import PartitionedPrediction
 from ..cluster.step import StepPrediction
 
-#: Most nodes of a rank before neighbouring layers are written as one (engineering choice: a
-#: thousand ranks then take a minute of one core and 200 MB).
+#: Nodes per rank above which neighbouring layers are merged into blocks (engineering choice: a
+#: thousand ranks then take a minute on one core and 200 MB).
 MOST_NODES = 4000
 
 
 def export_chakra(
     prediction: PartitionedPrediction, cluster: Cluster, device: DeviceSpec, out: Path
 ) -> dict[str, object]:
-    """Write one trace a rank, and what else ASTRA-sim needs.
+    """Write one trace per rank, and the other files that ASTRA-sim needs.
 
     Args:
         prediction: The program, predicted on the cluster.
@@ -45,7 +45,7 @@ def export_chakra(
 
     Returns:
         Ranks, nodes of all ranks, kernels and computation of rank 0, and by collective the count
-        and the bytes that rank 0 puts in.
+        and the bytes that rank 0 contributes.
 
     Raises:
         ProgramError: The cluster has more devices than the program, or a collective is unknown.
@@ -56,12 +56,12 @@ def export_chakra(
         raise ProgramError(
             f"the program is for {prediction.devices} devices, the cluster has {cluster.size}",
             where=cluster.name,
-            hint="ASTRA-sim wants a trace for each device of the network",
+            hint="ASTRA-sim needs one trace for each device of the network",
         )
     nodes, order = _in_order_of_start(prediction)
     transfer = prediction.transfer[order].tolist()
     nodes, axes, network = _program_network(nodes, transfer, prediction.devices)
-    # Chakra names process groups by number, the same in the traces of all ranks.
+    # Chakra identifies process groups by number, the same in the traces of all ranks.
     groups = process_groups(nodes)
     # FLOPs and bytes are informative: roofline-enabled is 0, so durations come from the trace.
     work = [_work(prediction, node.members) for node in nodes]
@@ -81,8 +81,8 @@ def _program_network(
     """Fit a network to a program's collectives, as for a step.
 
     Returns:
-        The nodes with the sizes of all-to-alls that ASTRA-sim's rings take, the axes and the
-        network; the nodes alone where nothing is sent or groups are no axes of a grid.
+        The nodes, with all-to-alls sized for ASTRA-sim's ring algorithm; the axes; the network.
+        Axes and network are ``None`` if nothing is sent or the groups are no axes of a grid.
     """
     found: dict[int, Message] = {}
     for place, (node, seconds) in enumerate(zip(nodes, transfer, strict=True)):
@@ -110,14 +110,14 @@ def _program_network(
 
 
 def _message(own: Collective, seconds: float) -> Message | None:
-    """A collective of a program as one of a step; ``None`` if its groups are no axis of a grid."""
+    """Return a program's collective as a step's; ``None`` if its groups are no axis of a grid."""
     if comm_type(own.kind) is None:
         pairs = own.groups or tuple(zip(own.group, own.group[1:], strict=False))
         far = [abs(pair[1] - pair[0]) for pair in pairs if pair[0] != pair[1]]
-        # Wrapping round a ring is one hop of it, too; the nearest partners tell the axis.
+        # Wrapping around a ring counts as one hop; the nearest partners identify the axis.
         group = Group(2, min(far)) if far else Group(1, 1)
         return Message("send_recv", "send_recv", group, own.size, seconds)
-    # Steps call them as tables of measured ones do.
+    # Named as in tables of measured collectives.
     kind = COLLECTIVES[own.kind.removeprefix("ragged_")].measured
     groups = [ranks for ranks in own.groups or (own.group,) if len(ranks) > 1]
     if not groups:
@@ -130,13 +130,13 @@ def _message(own: Collective, seconds: float) -> Message | None:
 
 
 def _group(ranks: Sequence[int]) -> Group:
-    """Number and distance of ranks that are evenly spread."""
+    """Return the size and stride of evenly spaced ranks."""
     first, second = sorted(ranks)[:2]
     return Group(len(ranks), second - first)
 
 
 def _regular(ranks: Sequence[int]) -> bool:
-    """Whether ranks are one line along an axis of a grid."""
+    """Return whether ranks form one line along an axis of a grid."""
     size, stride = _group(ranks)
     first = min(ranks)
     line = [first + i * stride for i in range(size)]
@@ -148,13 +148,13 @@ def _in_order_of_start(
 ) -> tuple[list[Node], np.ndarray]:
     """Return the nodes in the order in which they are predicted to start, and their positions.
 
-    A simulator runs a rank's kernels in the order of its trace. Program order would have it wait
-    for collectives behind which the predicted schedule runs other kernels.
+    A simulator runs a rank's kernels in the order of its trace. In program order it would wait for
+    collectives while the predicted schedule runs other kernels.
     """
-    # Stable: operands stay in front of those that start with them, in no time.
+    # Stable: operands stay ahead of nodes that start at the same time.
     order = np.argsort(prediction.run.start, kind="stable")
     if prediction.scheduled:
-        # Issued in their place; a busy communicator only delays the start.
+        # Scheduled programs keep their order; a busy communicator only delays the start.
         order = np.arange(len(prediction.nodes))
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
@@ -175,21 +175,21 @@ def export_step(
 ) -> dict[str, object]:
     """Write a simulated step: its stages, micro-batches and collectives, for every rank.
 
-    ``network.yml`` has a dimension for each axis of the plan, on which ASTRA-sim's collectives take
+    ``network.yml`` has a dimension per axis of the plan, on which ASTRA-sim's collectives take
     the predicted times (:mod:`opcast.simulate.chakra.step_network`).
 
     Args:
         prediction: The step.
-        costs: Its times of operators and collectives, from
+        costs: Times of operators and collectives, from
             :meth:`~opcast.predict.cluster.step.StepPredictor.costs`.
-        cluster: Its cluster.
+        cluster: Cluster of the step.
         device: Device of the cluster.
         out: Folder to write.
-        most_nodes: Nodes of a rank above which neighbouring layers are written as one.
+        most_nodes: Nodes per rank above which neighbouring layers are merged.
 
     Returns:
-        As :func:`export_chakra`; also our time of the step, and of all communication of a rank, the
-        mean of the stages, our time and ASTRA-sim's by its formulas.
+        As :func:`export_chakra`, with the predicted step time, and the communication time of a rank
+        (mean over stages) as predicted and by ASTRA-sim's formulas.
 
     Raises:
         ProgramError: The step runs on a single device.
@@ -228,21 +228,21 @@ def export_step(
 
 
 def _axis(message: Message, plan: Plan) -> Group:
-    """The group that decides about axes: all stages of a pipeline are one axis."""
+    """Return the group that determines an axis: all stages of a pipeline are one axis."""
     if message.name in ("pipeline", "tied"):
         return plan.pipeline_group
     return message.group
 
 
 def _units_of_a_block(prediction: StepPrediction, tasks: int, most_nodes: int) -> int:
-    """Return how many layers become one block, so that a rank has few enough nodes."""
+    """Return how many layers to merge into one block, so that a rank has few enough nodes."""
     layers = prediction.workload.layers / prediction.plan.pp + 2
-    # Computation and up to three collectives.
+    # Each layer has computation and up to three collectives.
     return max(1, round(4 * tasks * layers / most_nodes))
 
 
 def _step_summary(stages: list[StageTrace], ranks: Ranks) -> dict[str, object]:
-    """Counts of all ranks; of rank 0 as of programs."""
+    """Return the counts of all ranks; those of rank 0 as for programs."""
     each = ranks.axes.devices // len(stages)
     first = summary([next(iter(ranks))])
     return {
@@ -254,7 +254,7 @@ def _step_summary(stages: list[StageTrace], ranks: Ranks) -> dict[str, object]:
 
 
 def summary(traces: list[list[EtNode]]) -> dict[str, object]:
-    """What :func:`export_chakra` returns."""
+    """Return the summary that :func:`export_chakra` returns."""
     first = traces[0]
     collectives: dict[str, dict[str, int]] = {}
     for node in first:
@@ -262,7 +262,7 @@ def summary(traces: list[list[EtNode]]) -> dict[str, object]:
             own = collectives.setdefault(node.collective, {"count": 0, "bytes": 0})
             own["count"] += 1
             own["bytes"] += node.bytes
-    # Durations of collectives are left out: ASTRA-sim computes its own.
+    # Durations of collectives are excluded: ASTRA-sim computes its own.
     computes = [n for n in first if n.type == NodeType.COMP]
     return {
         "ranks": len(traces),

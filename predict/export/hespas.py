@@ -2,9 +2,9 @@
 
 If an estimator has handlers of operations, HESPAS calls one for every operation; otherwise it asks
 for whole modules. So there are two estimators: ``opcast`` lowers each block of computation as a
-whole, fused as the target would, and ``opcast_op`` estimates each operation by itself. HESPAS
-caches results by configuration, and ``model_hash`` is part of it, so that results of another model
-are never reused.
+whole, fused as the target would, and ``opcast_op`` estimates each operation separately. HESPAS
+caches results by configuration, which includes ``model_hash``, so that results of another model are
+never reused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OpcastEstimator(ComputeEstimator):
             ModelError: The model's digest differs from the one in the configuration.
         """
         self.predictor = _predictor(self)
-        # Blocks are parts of one program, which is dispatched once.
+        # Blocks are parts of one program, which is dispatched only once.
         whole = resolve_device(self.device, self.predictor.devices)
         self.spec = replace(whole, dispatch=0.0)
 
@@ -77,21 +77,21 @@ class OpcastOpEstimator(ComputeEstimator):
 
     @register_op_handler(["stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"])
     def handle_product(self, op_info: object) -> object:
-        """A product on the matrix unit."""
+        """Estimate a product on the matrix unit."""
         return self._estimate(op_info)
 
     @register_default_op_handler
     def handle_other(self, op_info: object) -> object:
-        """Any other operation."""
+        """Estimate any other operation."""
         return self._estimate(op_info)
 
     def _estimate(self, op_info: Any) -> object:
         if op_info.op_name in _FREE:
             return OpResult(success=True, op_info=op_info, runtime_estimate=0.0, metadata={})
         text = op_program(op_info.op_line, op_info.input_types, op_info.output_types)
-        # A single operation leaves nothing to fuse, and needs no compiler.
+        # A single operation has nothing to fuse and needs no compiler.
         prediction = self.predictor.predict(text, device=self.device, lowering="op")
-        # Kernels alone: the launch of a program would be added to every operation.
+        # Kernels only: the dispatch of a program would be added to every operation.
         seconds = sum(k.total_us for k in prediction.kernels) / 1e6
         metadata = {
             "source": prediction.kernels[0].source if prediction.kernels else "",
@@ -104,7 +104,7 @@ def _predictor(estimator: Any) -> Predictor:
     digest = model_hash(estimator.model)
     if digest != estimator.model_hash:
         raise ModelError(
-            f"the configuration was written for model {estimator.model_hash}, {digest} is here",
+            f"the configuration was written for model {estimator.model_hash}, but this is {digest}",
             where=f"model {estimator.model!r}",
             hint="run it with: opcast hespas CONFIG",
         )
@@ -112,7 +112,7 @@ def _predictor(estimator: Any) -> Predictor:
 
 
 def _answer(prediction: Prediction) -> tuple[float, dict[str, object]]:
-    """Seconds, and what else HESPAS may keep."""
+    """Return seconds, and metadata for HESPAS."""
     return prediction.latency_us / 1e6, {
         "lo_s": prediction.lo_us / 1e6,
         "hi_s": prediction.hi_us / 1e6,

@@ -1,4 +1,4 @@
-"""Run HESPAS with opcast's estimators, which it does not discover by itself."""
+"""Runner of HESPAS with opcast's estimators, which HESPAS does not discover itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...common.errors import DatasetError, OpcastError
 from ...common.files import parse_json, write_text
 from ..locate import model_hash
 
-#: Values of ``perf_estimator.method`` that are ours.
+#: Values of ``perf_estimator.method`` that opcast implements.
 METHODS = ("opcast", "opcast_op")
 
 
 def run_hespas(config: Path, arguments: Sequence[str] = ()) -> None:
-    """Add our estimators, write the model's digest into the configuration, and run HESPAS.
+    """Register opcast's estimators, insert the model's digest into a configuration, run HESPAS.
 
     Args:
         config: A configuration of HESPAS.
@@ -25,7 +25,7 @@ def run_hespas(config: Path, arguments: Sequence[str] = ()) -> None:
     Raises:
         OpcastError: HESPAS is not installed.
         DatasetError: The configuration cannot be read or names another estimator.
-        ModelError: The model is not there.
+        ModelError: The model does not exist.
     """
     data = configured(config)
     try:
@@ -35,7 +35,7 @@ def run_hespas(config: Path, arguments: Sequence[str] = ()) -> None:
             f"HESPAS cannot be imported: {error}", hint="install it from its repository"
         ) from None
     register()
-    # HESPAS takes a path; the user's file stays as it is.
+    # HESPAS takes a path; the user's file is not changed.
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / config.name
         write_text(path, json.dumps(data))
@@ -43,20 +43,20 @@ def run_hespas(config: Path, arguments: Sequence[str] = ()) -> None:
 
 
 def register() -> None:
-    """Add the estimators to those that HESPAS chooses from."""
+    """Add opcast's estimators to those of HESPAS."""
     from hespas.estimator import choice
 
     from .hespas import OpcastEstimator, OpcastOpEstimator
 
     for name, cls in zip(METHODS, (OpcastEstimator, OpcastOpEstimator), strict=True):
         if name not in choice.existing_estimators:
-            # HESPAS has a fixed list and no entry points; both have to know a name.
+            # HESPAS has a fixed list and no entry points; both the list and the choice need it.
             choice.existing_estimators.append(name)
             choice.add_estimator_choice(name, cls)
 
 
 def configured(config: Path) -> dict[str, object]:
-    """The configuration with the model's digest in it.
+    """Return the configuration with the model's digest inserted.
 
     Raises:
         DatasetError: The configuration cannot be read, or names another estimator.
@@ -75,7 +75,7 @@ def configured(config: Path) -> dict[str, object]:
         hardware["model_hash"] = model_hash(hardware.get("model", "default"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DatasetError(
-            f"no configuration of HESPAS: {error!r}",
+            f"not a HESPAS configuration: {error!r}",
             where=str(config),
             hint='{"perf_estimator": {"method": "opcast", "hardware": {"device": "h100-sxm"}}, …}',
         ) from None

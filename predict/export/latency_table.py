@@ -1,4 +1,4 @@
-"""Tables of latencies: operators and kernels on devices, with intervals, for any other tool."""
+"""Latency tables of operators and kernels on devices, with intervals, for use by other tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..program.predictor import Predictor
 
 #: Columns of a table. ``shape`` is JSON; times are per execution, in microseconds.
 COLUMNS = ("op", "shape", "dtype", "device", *LATENCY_KEYS, "source", "in_domain")
-#: Largest table: a grid of more rows is taken for a mistake. Engineering estimate.
+#: Maximum number of rows: a larger grid is most likely a mistake. Engineering estimate.
 MOST_ROWS = 1_000_000
 
 
@@ -43,18 +43,18 @@ def latency_table(
     kernels: Predictor | None,
     lowering: str,
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Tabulate operators of grids and kernels of programs, of every design of every device.
+    """Tabulate the operators of grids and the kernels of programs, for every design of all devices.
 
     Args:
         devices: Names or files, which may have ranges.
-        grids: As of :func:`expand_ops`.
-        operators: Model of operators; ``None`` for the analytical estimate.
+        grids: Grids of operators, see :func:`expand_ops`.
+        operators: Operator model; ``None`` for the analytical estimate.
         programs: Files or functions.
         kernels: Predictor of their kernels; ``None`` without programs.
         lowering: Lowering of the programs.
 
     Returns:
-        Columns :data:`COLUMNS` and one for each range, and notes on programs and devices.
+        Columns :data:`COLUMNS` and one per range, and notes on programs and devices.
     """
     parts = []
     designs: list[Design] = []
@@ -65,12 +65,12 @@ def latency_table(
         specs = {own.device.name: own.device for own in designs}
         parts.append(operator_table(texts, specs, operators))
     if kernels is not None:
-        # Kernels may be of devices that the model was trained on; operators only of described ones.
+        # Kernels also support devices known only to the model; operators need a description.
         for chip in find_chips(devices, kernels.devices):
             designs += chip.designs
             for program in programs:
-                # A table of many programs should not end at the first that the compiler refuses.
-                # Designs share the kernels of the first, as tables of programs have them.
+                # A table of many programs should not fail at the first that the compiler refuses.
+                # All designs share the kernels of the first.
                 lowered = lower(program, lowering, device=chip.designs[0].device, fallback="op")
                 notes += lowered.notes
                 for _, spec in chip.designs:
@@ -82,7 +82,7 @@ def latency_table(
 
 
 def expand_ops(text: str) -> list[str]:
-    """Expand a grid of operators: ``linear m=1/64 n=4096 k=4096 dtype=bf16`` becomes two.
+    """Expand a grid of operators: ``linear m=1/64 n=4096 k=4096 dtype=bf16`` becomes two operators.
 
     Raises:
         ProgramError: The grid has more than :data:`MOST_ROWS` operators.
@@ -91,11 +91,11 @@ def expand_ops(text: str) -> list[str]:
     choices = [
         [f"{k}={v}" for v in values.split("/")] if mark else [k] for k, mark, values in words
     ]
-    # In floats: the product of many long lists would overflow 64-bit integers unnoticed.
+    # In floats: a product of many long lists could overflow 64-bit integers silently.
     count = int(np.prod([len(c) for c in choices], dtype=float))
     if count > MOST_ROWS:
         raise ProgramError(
-            f"the grid has {count:,} operators", where=f"operator {text!r}", hint="take fewer sizes"
+            f"the grid has {count:,} operators", where=f"operator {text!r}", hint="use fewer sizes"
         )
     return [" ".join(c) for c in product(*choices)]
 
@@ -108,23 +108,23 @@ def operator_table(
     Args:
         texts: Operators, as accepted by :func:`~opcast.features.operators.query.parse_op`.
         devices: Descriptions by name.
-        model: Model of operators; ``None`` for the analytical estimate.
+        model: Operator model; ``None`` for the analytical estimate.
 
     Returns:
         Columns :data:`COLUMNS`.
 
     Raises:
         ProgramError: A text does not describe an operator.
-        ModelError: The model does not know the family.
+        ModelError: The model lacks the family.
     """
-    # A model of one's own may lack what XLA's products of AMD's chips are.
+    # A user's own model may lack the family of XLA's products on AMD chips.
     known = model is not None and "xla/linear" in model.families
     vendors = {d: spec.vendor if known else "" for d, spec in devices.items()}
     rows = pd.DataFrame([{**parse_op(t, vendors[d]), "device": d} for t in texts for d in devices])
     if model is None:
         times, source, inside = _analytical(rows, devices), np.full(len(rows), "roofline"), False
         return _frame(_named(rows), times, source, inside)
-    # Device files may describe devices that the model does not know.
+    # Device files may describe devices that are not in the model.
     model.devices.update(devices)
     prediction = model.predict(rows)
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
@@ -133,7 +133,7 @@ def operator_table(
 
 
 def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) -> pd.DataFrame:
-    """Tabulate latencies of a program's distinct kernels, without those that take no time.
+    """Tabulate latencies of a program's distinct kernels, except those that take no time.
 
     Returns:
         Columns :data:`COLUMNS`; ``op`` is the opcode and ``shape`` has ``operands`` and
@@ -155,7 +155,7 @@ def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) 
 
 
 def with_figures(table: pd.DataFrame, designs: Sequence[Design]) -> pd.DataFrame:
-    """Add a column for each range of device files, after the device; empty for other devices."""
+    """Add a column per range of device files, after the device; empty for other devices."""
     figures = {own.device.name: own.figures for own in designs}
     place = list(table.columns).index("device") + 1
     for key in dict.fromkeys(key for own in figures.values() for key in own):
@@ -168,7 +168,7 @@ def _analytical(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.nda
     middle = np.empty(len(rows))
     for key, part in rows.groupby("key", sort=False):
         middle[part.index] = op_features(part.reset_index(drop=True), str(key), devices).base_s
-    # The same uncertainty as the roofline of steps; nothing was learned or measured here.
+    # The same uncertainty as the roofline of steps, since nothing was learned or measured here.
     return np.stack([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR], axis=1)
 
 
@@ -186,7 +186,7 @@ def _named(rows: pd.DataFrame) -> pd.DataFrame:
         }
         shapes.append(json.dumps({**shape, **extra}))
     names = [
-        # A family such as ``elementwise`` has several operators; their names are kept apart.
+        # A family such as ``elementwise`` has several operators, so names include the operator.
         f"{k}:{o}" if o != f else k
         for k, o, f in zip(rows["key"], rows["op"], rows["family"], strict=True)
     ]

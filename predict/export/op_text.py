@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...common.errors import ProgramError
 
-# SSA values of MLIR, such as ``%2``, ``%arg0`` and ``%3#1`` (a result of a multi-result op).
+#: SSA values of MLIR, such as ``%2``, ``%arg0`` and ``%3#1`` (a result of a multi-result op).
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _RESULT = re.compile(r"^\s*%[\w$.-]+(?::\d+)?\s*=\s*")
 
@@ -17,7 +17,7 @@ def op_program(
     inputs: Sequence[tuple[Sequence[int], object]],
     outputs: Sequence[tuple[Sequence[int], object]],
 ) -> str:
-    """Make a module whose only function consists of the operation.
+    """Return a module whose only function consists of the operation.
 
     Args:
         line: The operation as MLIR prints it, such as ``%2 = stablehlo.add %0, %1 : …``.
@@ -36,7 +36,7 @@ def op_program(
         names = names[::2] + names[1::2]
     if len(names) < len(inputs):
         raise ProgramError(
-            f"the operation names {len(names)} operands, {len(inputs)} have types", where=line[:80]
+            f"the operation has {len(names)} operands, but types for {len(inputs)}", where=line[:80]
         )
     # A value used twice (x * x) is one argument.
     own = {name: f"%in{i}" for i, name in enumerate(dict.fromkeys(names))}

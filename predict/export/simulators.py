@@ -1,9 +1,9 @@
-"""Files of simulators that ask for times of layers or figures of a machine.
+"""Files of simulators that need times of layers or rates of a machine.
 
 - LLMServingSim (https://github.com/casys-kaist/LLMServingSim): ``layers.csv`` of a model on a
-  device, one row a layer and number of tokens, in nanoseconds.
-- SimAI (https://github.com/aliyun/SimAI): a workload in the text that AICB writes, one line a layer
-  and pass, in nanoseconds.
+  device, one row per layer and number of tokens, in nanoseconds.
+- SimAI (https://github.com/aliyun/SimAI): a workload in AICB's text format, one line per layer and
+  pass, in nanoseconds.
 - Calculon (https://github.com/calculon-ai/calculon): a system's JSON, with efficiencies by size.
 """
 
@@ -34,22 +34,22 @@ from ...simulate.step.workload import Workload, layer_kinds
 from ..cluster.network import ClusterNetwork
 from .vidur import check_shards, refuse_experts, sizes
 
-#: Columns of LLMServingSim's table of layers.
+#: Columns of LLMServingSim's layer table.
 LAYER_COLUMNS = ("layer_name", "input", "kv_cache", "tp_size", "latency(ns)")
-#: Columns of a line of SimAI's workload, as AICB's ``Work_Item`` has them.
+#: Columns of a line of SimAI's workload, as in AICB's ``Work_Item``.
 ITEM_COLUMNS = (
     *("name", "dependency", "forward_ns", "forward_comm", "forward_bytes"),
     *("backward_ns", "backward_comm", "backward_bytes", "weights_ns", "weights_comm"),
     *("weights_bytes", "process_time"),
 )
-#: AICB writes these for every item.
+#: Values that AICB writes for every item.
 _NO_DEPENDENCY, _PROCESS_TIME = -1, 100
-#: Calculon's thresholds in GFLOP of a product, and in MB of a pass, largest first (those of its own
-#: systems); the last one stands for everything smaller.
+#: Calculon's thresholds in GFLOP of a product, and in MB of a pass, in descending order (as in its
+#: own systems); the last one covers everything smaller.
 GFLOPS, MEGABYTES = (1000.0, 128.0, 16.0, 1.0, 0.0), (1000.0, 100.0, 10.0, 1.0, 0.0)
-#: What stands for the smallest sizes, and bytes of a collective that bandwidth decides.
+#: Size that represents the smallest ones, and bytes of a bandwidth-bound collective.
 _SMALL, _LARGE_BYTES = 0.1, 2**28
-#: Calculon's collectives, by our names.
+#: Calculon's collectives, with opcast's names.
 _NETWORK_OPS = {
     "p2p": "send_recv",
     "reduce_scatter": "reduce_scatter",
@@ -97,12 +97,12 @@ LAYERS: dict[str, _Layer] = {
 def llmservingsim_layers(
     work: Workload, tensor_parallel: Sequence[int], max_tokens: int, latency: OpLatency
 ) -> pd.DataFrame:
-    """Make LLMServingSim's ``layers.csv``: columns :data:`LAYER_COLUMNS`, times in nanoseconds.
+    """Return LLMServingSim's ``layers.csv``: columns :data:`LAYER_COLUMNS`, in nanoseconds.
 
     Args:
         work: A decoder with gated feed-forward layers.
         tensor_parallel: Tensor-parallel degrees.
-        max_tokens: Most tokens of a batch.
+        max_tokens: Maximum tokens of a batch.
         latency: Latencies of operators on the device.
 
     Raises:
@@ -111,7 +111,7 @@ def llmservingsim_layers(
     refuse_experts(work, "LLMServingSim's table of layers has")
     check_shards(work, tensor_parallel)
     if not work.gated:
-        raise PlanError("LLMServingSim's layers have a gate", where="workload", hint="gated=true")
+        raise PlanError("LLMServingSim's layers need a gate", where="workload", hint="gated=true")
     grid = [(tp, t, name) for tp in tensor_parallel for t in sizes(max_tokens) for name in LAYERS]
     calls = [LAYERS[name](work, tp, tokens) for tp, tokens, name in grid]
     seconds = _seconds(calls, latency)
@@ -119,7 +119,7 @@ def llmservingsim_layers(
         {
             "layer_name": [name for _, _, name in grid],
             "input": [tokens for _, tokens, _ in grid],
-            # New sequences: caches are in the tables of attention, which are Vidur's.
+            # New sequences: cached tokens are in the attention tables, which have Vidur's format.
             "kv_cache": 0,
             "tp_size": [tp for tp, _, _ in grid],
             "latency(ns)": np.maximum(1, np.round(seconds * 1e9)).astype(np.int64),
@@ -129,11 +129,11 @@ def llmservingsim_layers(
 
 
 def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency) -> str:
-    """Make SimAI's workload of a training step: AICB's text, one line a layer and micro-batch.
+    """Return SimAI's workload of a training step: AICB's text, a line per layer and micro-batch.
 
-    A line has one collective a pass: the layer's two all-reduces of its activations are one of
-    twice the bytes, and sequence parallelism, which moves as many bytes, counts as all-reduces. So
-    do the two all-to-alls of a layer of experts, in a line of their own.
+    A line has one collective per pass: a layer's two all-reduces of activations become one of twice
+    the bytes, and sequence parallelism, which moves as many bytes, counts as all-reduces. The two
+    all-to-alls of a layer with experts are combined in a separate line.
 
     Args:
         work: The model.
@@ -142,15 +142,15 @@ def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency)
         latency: Latencies of operators on the device.
 
     Raises:
-        PlanError: The plan has other axes, or does not fit model and cluster.
+        PlanError: The plan has other axes, or does not fit the model or the cluster.
     """
     plan = resolved(work, replace(plan, sp=False), devices)
     told = Plan(tp=plan.tp, dp=plan.dp, ep=plan.ep, microbatches=plan.microbatches, sp=False)
     if plan != told:
         raise PlanError(
-            "SimAI's workload is written for tensor, data and expert parallelism",
+            "SimAI's workload supports only tensor, data and expert parallelism",
             where=f"plan {plan.text()}",
-            hint="use tp, dp, ep and microbatches alone",
+            hint="use only tp, dp, ep and microbatches",
         )
     known = {kind: _layer_items(kind, plan, latency) for kind in dict.fromkeys(layer_kinds(work))}
     table = _gradients(table_held(work, plan).total, work, plan)
@@ -158,14 +158,14 @@ def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency)
         [_item(name, ops, latency), _item(name, ops, latency, reduced=reduced)]
         for name, ops, reduced in (
             ("embedding_layer", embedding_ops(work, plan), table),
-            # A tied head has no parameters of its own to reduce.
+            # A tied head has no parameters to reduce.
             ("head_layer", head_ops(work, plan), _NOTHING if work.tied else table),
         )
     )
     lines = []
     count = max(1, plan.microbatches)
     for step in range(count):
-        # Gradients are reduced once, beside the last micro-batch.
+        # Gradients are reduced once, with the last micro-batch.
         last = step == count - 1
         layers = [line for kind in layer_kinds(work) for line in known[kind][last]]
         lines += [first[last], *layers, head[last]]
@@ -178,15 +178,15 @@ def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency)
 
 
 def calculon_system(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> dict[str, object]:
-    """Make Calculon's system of a cluster: data-sheet rates with predicted efficiencies.
+    """Return Calculon's system of a cluster: data-sheet rates with predicted efficiencies.
 
     Args:
-        cluster: The cluster; boxes are one network, the whole cluster the other.
-        spec: Its device.
+        cluster: The cluster; nodes are one network, the whole cluster the other.
+        spec: Device of the cluster.
         latency: Latencies of operators on the device.
     """
     peak = spec.matrix_peak("bf16")
-    # Square products of as many FLOPs, sides in whole tiles of 64.
+    # Square products with as many FLOPs, with sides in multiples of 64.
     sides = [max(64, round((max(g, _SMALL) * 1e9 / 2) ** (1 / 3) / 64) * 64) for g in GFLOPS]
     products = _seconds([Op("linear", (s, s, s), "bf16") for s in sides], latency)
     matrix = [min(1.0, 2 * s**3 / t / peak) for s, t in zip(sides, products, strict=True)]
@@ -197,10 +197,10 @@ def calculon_system(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> d
     levels = [n for n in dict.fromkeys((box, cluster.size)) if n > 1]
     return {
         "matrix": _engine(peak, GFLOPS, matrix),
-        # Passes over memory never reach the vector units' rate: memory decides.
+        # Passes are memory-bound and never reach the vector units' rate.
         "vector": _engine(spec.vector_peak("bf16"), (0.0,), [1.0]),
         "mem1": _memory(spec.memory_bytes, spec.bandwidth, MEGABYTES, memory),
-        # No memory of the host is described.
+        # Host memory is not described.
         "mem2": _memory(0.0, spec.host_link, (0.0,), [1.0]),
         "processing_mode": "roofline",
         "networks": [_network(cluster, n, n == box) for n in levels],
@@ -220,16 +220,16 @@ def _memory(
 
 
 def _network(cluster: Cluster, size: int, box: bool) -> dict[str, object]:
-    """One level of the network, with the work of each collective from its predicted time.
+    """Return one level of the network, with each collective's scalar from its predicted time.
 
-    Calculon fills boxes by tensor parallelism and gives the network to ranks of different boxes,
-    each with a port of its own, so the outer collectives are of one device of each box.
-    Calculon's time is ``latency + bytes · scalar · (1 + offset / n) / (bandwidth · efficiency)``.
+    Calculon fills nodes by tensor parallelism and uses the network between ranks of different
+    nodes, each with its own port, so outer collectives involve one device per node. Calculon's time
+    is ``latency + bytes · scalar · (1 + offset / n) / (bandwidth · efficiency)``.
     """
     time = ClusterNetwork(cluster)
     dims = [d.bandwidth for d in cluster.topology.dims]
     bandwidth = max(dims) if box else min(dims)
-    # Neighbours in a box, or the first devices of two boxes.
+    # Neighbours in a node, or the first devices of two nodes.
     pair = Group(2, 1 if box else cluster.box or 1)
     ranks = Group(size, 1) if box else Group(size // pair.stride, pair.stride)
     start = time("send_recv", 8.0, pair).seconds
@@ -239,11 +239,11 @@ def _network(cluster: Cluster, size: int, box: bool) -> dict[str, object]:
         seconds = time(kind, float(_LARGE_BYTES), pair if alone else ranks).seconds
         moved = _LARGE_BYTES * (1.0 if alone else 1.0 - 1.0 / ranks.size)
         scalar = max(seconds - start, 1e-9) * bandwidth / moved
-        # Of n shares a device keeps its own.
+        # Offset -1: a device keeps its own of n shares.
         ops[name] = [round(scalar, 4), None if alone else -1.0]
     return {
         "bandwidth": bandwidth / 1e9,
-        # The work of each collective holds what the links do not reach.
+        # Lost bandwidth is part of each collective's scalar.
         "efficiency": 1.0,
         "size": size,
         "latency": start,
@@ -254,9 +254,9 @@ def _network(cluster: Cluster, size: int, box: bool) -> dict[str, object]:
 
 
 def _layer_items(work: Workload, plan: Plan, latency: OpLatency) -> tuple[list[str], list[str]]:
-    """Lines of a layer in a micro-batch that reduces no gradients, and in the last one.
+    """Return the lines of a layer in a micro-batch without gradient reduction, and in the last one.
 
-    A layer of experts has a second line with the exchange of its tokens.
+    A layer with experts has a second line with the exchange of tokens.
     """
     ops, held, wide = layer_ops(work, plan), layer_held(work, plan), gradient_bytes(work, plan)
     gradients = _gradients(held.dense, work, plan)
@@ -266,7 +266,7 @@ def _layer_items(work: Workload, plan: Plan, latency: OpLatency) -> tuple[list[s
     for last, own in enumerate(lines):
         dense = gradients if last else _NOTHING
         own.append(_item("transformer_layer", ops, latency, sent, dense))
-        # Ranks with the same experts are ``ep`` times fewer than those with the same layer.
+        # Expert gradients are reduced over dp / ep ranks.
         copies = last and plan.dp > plan.ep
         experts = _Sent("ALLREDUCE_DP_EP", int(held.expert * wide) if copies else 0)
         if swapped.size or experts.size:
@@ -275,7 +275,7 @@ def _layer_items(work: Workload, plan: Plan, latency: OpLatency) -> tuple[list[s
 
 
 class _Sent(NamedTuple):
-    """A collective of a line: AICB's name, which tells the group, and bytes; 0 for none."""
+    """A collective of a line: AICB's name, which implies the group, and bytes; 0 for none."""
 
     kind: str = "NONE"
     size: int = 0
@@ -288,7 +288,7 @@ _NOTHING = _Sent()
 
 
 def _gradients(held: float, work: Workload, plan: Plan) -> _Sent:
-    """The all-reduce of gradients of parameters that every data-parallel rank holds."""
+    """Return the gradient all-reduce of parameters that every data-parallel rank holds."""
     return _Sent("ALLREDUCE", int(held * gradient_bytes(work, plan)) if plan.dp > 1 else 0)
 
 
@@ -315,7 +315,7 @@ def _sum_bytes(calls: Sequence[CommCall]) -> int:
 
 
 def _seconds(calls: Sequence[Op], latency: OpLatency) -> np.ndarray:
-    """Seconds of operators, scales included, shape ``(n,)``."""
+    """Return the seconds of operators, scales included, shape ``(n,)``."""
     unique = list(dict.fromkeys(calls))
     said = dict(zip(unique, np.asarray(latency(unique))[:, 0], strict=True))
     return np.array([said[call] for call in calls])

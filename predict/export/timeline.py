@@ -1,4 +1,4 @@
-"""Write a predicted schedule as a Chrome trace, for Perfetto and chrome://tracing."""
+"""Chrome traces of predicted schedules, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def chrome_trace(prediction: Prediction | TorchPrediction) -> dict[str, object]:
-    """Trace events of a prediction, kernels in schedule order on one track.
+    """Return the trace of a prediction, with kernels in schedule order on one track.
 
-    Kernels are scaled so that the last one ends at the predicted program time: gaps between
-    kernels, and overlap, are spread over all of them.
+    Kernels are scaled so that the last one ends at the predicted program time: gaps and overlap are
+    spread over all of them.
     """
     total = sum(k.total_us for k in prediction.kernels) or 1.0
     scale = prediction.latency_us / total
@@ -52,7 +52,7 @@ def _details(k: KernelEstimate | AtenEstimate) -> dict[str, object]:
 
 
 def stream_trace(prediction: PartitionedPrediction) -> dict[str, object]:
-    """Chrome trace of one device: computation, and communication beside it."""
+    """Return the Chrome trace of one device: computation, and communication in parallel."""
     trace = ChromeTrace()
     trace.process(f"{prediction.device} of {prediction.cluster}")
     for track, name in enumerate(("compute", "communication")):
@@ -82,18 +82,18 @@ def write_chrome_trace(prediction: Prediction | TorchPrediction, path: Path) -> 
     write_trace(chrome_trace(prediction), path)
 
 
-#: Most spans of passes and of requests; what comes later is left out, and the name of the trace's
-#: process states it. Engineering estimate of what viewers still draw.
+#: Maximum spans of passes and of requests. Later ones are omitted, which the name of the trace's
+#: process states. Engineering estimate of what viewers can draw.
 MOST_SPANS = 50_000
 
 
 def serving_trace(prediction: ServingPrediction) -> dict[str, object]:
-    """Make the trace; times in microseconds.
+    """Return the trace of a serving prediction; times in microseconds.
 
-    Every engine is a process with its passes, and counters of batch, queue and cache; the requests
-    are one more, each on the first track that is free, waiting until its first token and decoding.
-    Requests take what the prediction's figures are of, passes what they take on the engines' clock;
-    those of a closed loop are scaled so that it ends when its requests do.
+    Every engine is a process with its passes, and counters of batch, queue and cache. The requests
+    are another process; each takes the first free track, waiting until its first token and then
+    decoding. Requests have the predicted latencies, passes the engines' simulated times; those of a
+    closed loop are scaled so that both end together.
     """
     trace = ChromeTrace()
     engines = prediction.deployment.engine.count
@@ -125,7 +125,7 @@ def _requests(trace: ChromeTrace, prediction: ServingPrediction, process: int) -
     begin = prediction.run.sent * prediction.clock
     shown = min(len(begin), MOST_SPANS // 2)
     left = len(begin) - shown
-    trace.process("requests" + (f", {left} later ones left out" if left else ""), process)
+    trace.process("requests" + (f", {left} later ones omitted" if left else ""), process)
     order = np.argsort(begin, kind="stable")[:shown]
     tracks = free_tracks(begin[order].tolist(), (begin + seen.e2e)[order].tolist())
     for index, track in zip(order.tolist(), tracks, strict=True):
@@ -141,14 +141,14 @@ def _requests(trace: ChromeTrace, prediction: ServingPrediction, process: int) -
         trace.span(f"{index} decode", "decode", sent + first, whole - first, **options)  # type: ignore[arg-type]
 
 
-#: Most stages that get a track, from the first on; more make a trace unwieldy (engineering choice).
+#: Maximum stages with a track, from the first on (engineering choice, for the size of the trace).
 MOST_STAGES = 64
 
 
 def step_events(step: StepTime, plan: Plan) -> list[JsonObject]:
     """Return spans of a step: ``stage``, ``track``, ``name``, ``kind``, ``start`` and ``end`` (us).
 
-    A task's exposed communication is drawn at its end; where it lies within the task is unknown.
+    A task's exposed communication is drawn at its end; its position within the task is unknown.
     """
     spans: list[dict[str, object]] = []
     for stage, track in enumerate(step.run.tasks[:MOST_STAGES]):
@@ -156,7 +156,7 @@ def step_events(step: StepTime, plan: Plan) -> list[JsonObject]:
         parts = {FORWARD: times.forward, BACKWARD: times.backward, WEIGHTS: times.weights}
         for task, start, end in track:
             part = parts[task.kind]
-            # The split of the stage's mean task is applied to every task.
+            # The split of the stage's mean task applies to every task.
             share = part.compute / part.total if part.total else 1.0
             middle = start + (end - start) * share
             chunk = f" chunk {task.chunk}" if plan.virtual > 1 else ""
@@ -178,7 +178,7 @@ def step_events(step: StepTime, plan: Plan) -> list[JsonObject]:
 
 
 def step_trace(step: StepTime, plan: Plan, title: str) -> dict[str, object]:
-    """Trace events for Perfetto and chrome://tracing."""
+    """Return the trace of a step."""
     trace = ChromeTrace()
     trace.process(title)
     places = {"compute": 0, "communication": 1}

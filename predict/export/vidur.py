@@ -1,8 +1,8 @@
 """Training tables for Vidur's random forests, for models and devices that were not profiled.
 
 Columns and units (milliseconds) are those that Vidur (https://github.com/microsoft/vidur) reads:
-``mlp.csv`` and ``attention.csv`` of a device and a model, ``all_reduce.csv`` and ``send_recv.csv``
-of a network. Every statistic of a time is the prediction; ``std`` is derived from its interval.
+``mlp.csv`` and ``attention.csv`` per device and model, ``all_reduce.csv`` and ``send_recv.csv`` per
+network. Every statistic of a time is the prediction; ``std`` is derived from its interval.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ...simulate.step.plan import Group
 from ...simulate.step.workload import Workload
 from ..cluster.network import ClusterNetwork
 
-#: Sizes per octave of the token grid; all sizes below that number. Engineering estimate.
+#: Sizes per octave of the token grid; below this number, all sizes. Engineering estimate.
 _PER_OCTAVE = 16
-#: Batch sizes of decoding, and the largest message in bytes (256 MiB: beyond, bandwidth alone
-#: decides and extrapolation is linear). Engineering estimates.
+#: Decode batch sizes, and the largest message in bytes (256 MiB: larger ones are bandwidth-bound,
+#: so that extrapolation is linear). Engineering estimates.
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _MOST_BYTES = 2**28
-#: Tokens of a block of the paged cache.
+#: Tokens per block of the paged KV cache.
 _BLOCK = 16
-#: What serves and trains models whose tables cannot be written.
+#: Alternatives for models whose tables cannot be written.
 INSTEAD = (
-    "a mixture of experts has opcast simulate-serving, and for training "
-    "opcast export simai and export chakra"
+    "for a mixture of experts use opcast simulate-serving, and for training "
+    "opcast export simai or export chakra"
 )
 # Vidur's published profiles are in fp16.
 _DTYPE = "f16"
@@ -42,12 +42,11 @@ _WIDTH = 2
 
 
 def sizes(limit: int, per_octave: int = _PER_OCTAVE) -> list[int]:
-    """List whole numbers up to ``limit``: all small ones, then ``per_octave`` in each octave."""
+    """List integers up to ``limit``: all small ones, then ``per_octave`` per octave."""
     points, at = [], 1
     while at <= limit:
         points.append(at)
-        # The step doubles with each octave, as errors are relative and latencies near powers of
-        # sizes.
+        # The step doubles per octave, as errors are relative and latencies close to power laws.
         at += max(1, 2 ** (at.bit_length() - 1) // per_octave)
     return points if points[-1] == limit else [*points, limit]
 
@@ -55,7 +54,7 @@ def sizes(limit: int, per_octave: int = _PER_OCTAVE) -> list[int]:
 def mlp_table(
     work: Workload, tensor_parallel: Sequence[int], max_tokens: int, latency: OpLatency
 ) -> pd.DataFrame:
-    """Make ``mlp.csv``: a layer without attention, by tokens and tensor-parallel workers.
+    """Return ``mlp.csv``: a layer without attention, by tokens and tensor-parallel workers.
 
     Raises:
         PlanError: Workers do not divide heads, or the model has experts.
@@ -85,7 +84,7 @@ def attention_table(
     max_len: int,
     latency: OpLatency,
 ) -> pd.DataFrame:
-    """Make ``attention.csv``: prefill by chunk and cache, decoding by batch and cache.
+    """Return ``attention.csv``: prefill by chunk and cache, decode by batch and cache.
 
     Raises:
         PlanError: Workers do not divide heads.
@@ -93,7 +92,7 @@ def attention_table(
     check_shards(work, tensor_parallel)
     chunks = [c for c in sizes(max_len, 4) if c >= _BLOCK]
     prefill = [(c, k, 1) for c in chunks for k in (0, *sizes(max_len, 2)) if c + k <= max_len]
-    # One token less than the longest sequence: decoding appends one.
+    # One token less than the longest sequence, since decoding appends one.
     caches = [k for k in sizes(max_len - 1, 4) if k >= _BLOCK]
     decode = [(0, k, b) for b in _BATCHES for k in caches]
     grid = [(tp, *point) for tp in tensor_parallel for point in (*prefill, *decode)]
@@ -121,7 +120,7 @@ def attention_table(
 
 
 def collective_table(kind: str, workers: Sequence[int], cluster: Cluster) -> pd.DataFrame:
-    """Make ``all_reduce.csv`` or ``send_recv.csv`` with the collective model of steps.
+    """Return ``all_reduce.csv`` or ``send_recv.csv`` with the collective model of steps.
 
     Args:
         kind: ``all_reduce`` or ``send_recv``.
@@ -129,7 +128,7 @@ def collective_table(kind: str, workers: Sequence[int], cluster: Cluster) -> pd.
         cluster: The devices and their links.
     """
     per_node = cluster.devices_per_node or cluster.size
-    # Below 1 KiB an all-reduce takes its latency alone.
+    # Below 1 KiB an all-reduce is latency-bound.
     grid = [(n, s) for n in workers for s in sizes(_MOST_BYTES, 4) if s >= 1024]
     network = ClusterNetwork(cluster)
     times = np.array([network(kind, float(s), Group(n, 1)) for n, s in grid]).reshape(-1, 3)
@@ -157,20 +156,20 @@ def write_vidur(
     cluster: Cluster | None = None,
     progress: Callable[[Path, int], None] = lambda file, rows: None,
 ) -> dict[str, int]:
-    """Write the tables in Vidur's layout; of a model with experts all but ``mlp.csv``.
+    """Write the tables in Vidur's layout; for a model with experts all except ``mlp.csv``.
 
-    Its columns describe one MLP that all tokens pass, and hold no routing.
+    Its columns describe one MLP for all tokens, without routing.
 
     Args:
-        out: Folder in place of Vidur's ``data/profiling``.
+        out: Folder that replaces Vidur's ``data/profiling``.
         name: Name of the model, such as ``meta-llama/Llama-2-7b-hf``.
         device: Name of the device in Vidur.
         work: The model.
         tensor_parallel: Tensor-parallel degrees.
-        max_tokens: Maximum tokens of a batch, and of a sequence.
+        max_tokens: Maximum tokens of a batch and of a sequence.
         latency: Latencies of operators on the device.
-        cluster: Cluster for tables of the network; ``None`` omits them.
-        progress: Called with each file that was written, and its rows.
+        cluster: Cluster for network tables; ``None`` to omit them.
+        progress: Called with each written file and its number of rows.
 
     Returns:
         Rows by file.
@@ -187,7 +186,7 @@ def write_vidur(
     )
     if cluster is not None:
         network = out / "network" / cluster.name
-        # A single worker has nothing to reduce: without others there is no such table.
+        # A single worker has nothing to reduce.
         many = [n for n in tensor_parallel if n > 1]
         if many:
             tables[network / "all_reduce.csv"] = lambda: collective_table(
@@ -204,7 +203,7 @@ def write_vidur(
 
 
 def refuse_experts(work: Workload, whose: str) -> None:
-    """Refuse models with experts, for which a table has no columns.
+    """Refuse models with experts, for which a simulator's table has no columns.
 
     Args:
         work: The model.
@@ -234,7 +233,7 @@ def check_shards(work: Workload, tensor_parallel: Sequence[int]) -> None:
 
 
 def _layer_calls(work: Workload, tp: int, tokens: int) -> dict[str, Op]:
-    """Operators of a layer by the names that Vidur gives them."""
+    """Return the operators of a layer by Vidur's names."""
     d, heads, groups, inner = work.d_model, work.heads // tp, work.groups // tp, work.d_ff // tp
     # Gate and up projections are one product; ``matrices`` counts the down projection as well.
     wide = inner * (work.matrices - 1)
@@ -262,7 +261,7 @@ def _layer_calls(work: Workload, tp: int, tokens: int) -> dict[str, Op]:
 
 
 def _attention_calls(work: Workload, tp: int, chunk: int, cache: int, batch: int) -> dict[str, Op]:
-    """Attention itself, and the write of new keys and values."""
+    """Return attention itself, and the write of new keys and values."""
     heads, groups, new = work.heads // tp, work.groups // tp, chunk or 1
     shape = (batch, heads, groups, work.head, work.head, new, new + cache, 1)
     name = "attn_prefill" if chunk else "attn_decode"
@@ -275,8 +274,8 @@ def _attention_calls(work: Workload, tp: int, chunk: int, cache: int, batch: int
 
 
 def _times(calls: Sequence[dict[str, Op]], latency: OpLatency) -> pd.DataFrame:
-    """Statistics of all operators; empty where a row has no such operator."""
-    # Many rows share an operator; each distinct one is predicted once, all in one call.
+    """Return statistics of all operators; empty where a row has no such operator."""
+    # Many rows share an operator; each distinct one is predicted once, in a single call.
     unique = list(dict.fromkeys(c for row in calls for c in row.values()))
     said = dict(zip(unique, latency(unique), strict=True))
     parts = []
@@ -287,7 +286,7 @@ def _times(calls: Sequence[dict[str, Op]], latency: OpLatency) -> pd.DataFrame:
 
 
 def _statistics(name: str, times: np.ndarray) -> pd.DataFrame:
-    """Columns of an operator from seconds and ends of their interval, shape ``(n, 3)``."""
+    """Return columns of an operator from seconds with interval bounds, shape ``(n, 3)``."""
     # Milliseconds, Vidur's unit.
     middle, lo, hi = times.T * 1e3
     table = {f"time_stats.{name}.{s}": middle for s in ("min", "max", "mean", "median")}

@@ -1,10 +1,10 @@
-"""Tables of products and collectives that XLA's latency-hiding scheduler reads.
+"""Tables of products and collectives for XLA's latency-hiding scheduler.
 
-XLA's speed-of-light estimator takes times of products from
+XLA's speed-of-light estimator reads times of products from
 ``--xla_gpu_experimental_matmul_perf_table_path`` and of collectives inside a domain from
 ``--xla_gpu_experimental_collective_perf_table_path`` (``sol_latency_estimator.cc``). Both hold a
 ``DeviceHloInstructionProfiles`` (``hlo_op_profile.proto``) as text. XLA looks up the nearest
-entry, and ignores a file that it cannot read without a word.
+entry, and silently ignores a file that it cannot read.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from ...models.operators import OpModel
 Shape = tuple[int, int, int, int, str]
 #: Products of XLA's own tables (README of the XLA pack): powers of two in each dimension.
 SIDES, BATCHES = (256, 512, 1024, 2048, 4096), (1, 2, 4)
-#: HLO types that can be tabulated, with the model's and XLA's names. XLA computes f32 in TF32.
+#: HLO types that can be tabulated, with the model's name, XLA's name and bytes per element. XLA
+#: computes f32 in TF32.
 DTYPES = {"bf16": ("bf16", "BF16", 2), "f16": ("fp16", "F16", 2), "f32": ("tf32", "F32", 4)}
-#: Collectives by XLA's opcode, with the model's name.
+#: Collectives by XLA's opcode, with the model's names.
 COLLECTIVES = {
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
     "all-to-all": "alltoall",
 }
-#: Bytes of the collectives: as far as XLA's own tables reach.
+#: Bytes of the collectives: the range of XLA's own tables.
 BYTES = tuple(2**i for i in range(10, 33))
-#: XLA distinguishes chips of this capability by the last word of the device's name.
+#: Compute capability whose chips XLA distinguishes by the last word of the device's name.
 _NAMED = "sm_100"
 
 
 def own_shapes(dtypes: Sequence[str]) -> list[Shape]:
-    """Products of XLA's own table, for each type."""
+    """Return the products of XLA's own table, for each type."""
     return [
         (b, m, n, k, dtype)
         for dtype in dtypes
@@ -55,10 +56,10 @@ def own_shapes(dtypes: Sequence[str]) -> list[Shape]:
 
 
 def program_shapes(program: Program) -> list[Shape]:
-    """Distinct products of a program, in order; types that XLA's table cannot hold are left out.
+    """Return the distinct products of a program, in order, without types that XLA does not support.
 
     Raises:
-        ProgramError: It has none.
+        ProgramError: The program has no such product.
     """
     found: dict[Shape, None] = {}
     for computation in program.computations.values():
@@ -83,27 +84,27 @@ def program_shapes(program: Program) -> list[Shape]:
 
 
 def keys_of(device: DeviceSpec) -> tuple[str, ...]:
-    """Names under which XLA looks up a device.
+    """Return the keys under which XLA looks up a device.
 
     Raises:
-        DeviceError: It is not a GPU of NVIDIA's, or its clock is unknown.
+        DeviceError: It is not an NVIDIA GPU, or its clock is unknown.
     """
     target = str(device.compiler.get("target", ""))
     if device.platform != "gpu" or not target.startswith("sm_") or capability_of(target) is None:
         raise DeviceError(
-            "XLA has performance tables for NVIDIA's GPUs only",
+            "XLA has performance tables only for NVIDIA GPUs",
             where=f"device {device.name}",
-            hint="give a device with compiler_target sm_…",
+            hint="use a device with compiler_target sm_…",
         )
     if not device.clock_hz:
         raise DeviceError("boost_mhz is missing: XLA's table is in cycles", where=device.name)
-    # Versions before 2026 know no device names (hlo_op_profiles.cc).
+    # Versions before 2026 do not use device names (hlo_op_profiles.cc).
     named = f"{_NAMED}_{device.name.split('-')[0].upper()}"
     return (target, named) if target == _NAMED else (target,)
 
 
 def product_seconds(shapes: Sequence[Shape], device: DeviceSpec, model: OpModel) -> np.ndarray:
-    """Predict products as XLA's own benchmark would time them, seconds, shape ``(n,)``."""
+    """Predict products as in XLA's own benchmark; seconds, shape ``(n,)``."""
     model.devices[device.name] = device
     b, m, n, k, dtype = zip(*shapes, strict=True)
     rows = pd.DataFrame({"b": b, "m": m, "n": n, "k": k, "device": device.name, "source": "xla"})
@@ -116,13 +117,13 @@ def product_seconds(shapes: Sequence[Shape], device: DeviceSpec, model: OpModel)
 def matmul_table(
     shapes: Sequence[Shape], device: DeviceSpec, model: OpModel
 ) -> tuple[str, list[str]]:
-    """Make the text of the table of products.
+    """Return the text of the table of products.
 
-    XLA keeps sizes in bytes of the result without its type, so that an f32 product of side 256
-    stands where a bf16 product of side 512 does; the first of such a pair is kept.
+    XLA stores sizes in bytes without the type, so an f32 product of side 256 has the same key as a
+    bf16 product of side 512; the first of such a pair is kept.
 
     Returns:
-        The text, and notes on what is left out.
+        The text, and notes on omitted products.
 
     Raises:
         DeviceError: See :func:`keys_of`.
@@ -135,12 +136,12 @@ def matmul_table(
     notes = []
     if len(kept) < len(shapes):
         notes.append(
-            f"{len(shapes) - len(kept)} products are left out: XLA cannot tell them from ones of "
-            "another type with as many bytes a side"
+            f"{len(shapes) - len(kept)} products are omitted: XLA cannot distinguish them from "
+            "products of another type with the same bytes per side"
         )
     chosen = list(kept.values())
     seconds = product_seconds(chosen, device, model)
-    # XLA divides cycles by its clock and cuts to whole nanoseconds, of which there must be one.
+    # XLA divides cycles by its clock and truncates to whole nanoseconds, at least one.
     cycles = np.ceil(np.maximum(seconds, 1e-9) * device.clock_hz).astype(np.int64)
     lines = [_product(shape, int(c)) for shape, c in zip(chosen, cycles, strict=True)]
     return _table(keys, lines), notes
@@ -149,24 +150,24 @@ def matmul_table(
 def collective_table(
     device: DeviceSpec, worlds: Sequence[int], model: CollectiveModel
 ) -> tuple[str, pd.DataFrame]:
-    """Make the text of the table of collectives inside a domain.
+    """Return the text of the table of collectives inside a domain.
 
     Args:
         device: The device.
-        worlds: Sizes of groups.
-        model: Model of collectives.
+        worlds: Group sizes.
+        model: Collective model.
 
     Returns:
-        The text, and its rows: ``op`` (XLA's opcode), ``bytes`` (the larger of what a device has
-        and gets), ``world_size``, ``latency_s``.
+        The text, and its rows: ``op`` (XLA's opcode), ``bytes`` (the larger of a device's input and
+        output), ``world_size``, ``latency_s``.
 
     Raises:
-        DeviceError: See :func:`keys_of`; or its links are unknown.
+        DeviceError: See :func:`keys_of`; or the links are unknown.
     """
     keys = keys_of(device)
     links = Links.from_spec(device)
     grid = [(op, size, world) for op in COLLECTIVES for world in worlds for size in BYTES]
-    # XLA prices a permute by its pattern, whatever the number of devices; a ring is one.
+    # XLA prices a permute by its pattern, regardless of the number of devices; a ring is one.
     grid += [("collective-permute", size, max(worlds)) for size in BYTES]
     rows = pd.DataFrame(grid, columns=["opcode", "bytes", "world_size"])
     rows["op"] = rows["opcode"].map(COLLECTIVES).fillna(RING_PERMUTE)
@@ -217,7 +218,7 @@ _WIDTHS: Mapping[str, int] = {"F32": 4, "BF16": 2}
 
 
 def _collective(opcode: str, kind: str, size: int, world: int, rate: float) -> str:
-    # The shape is the result's: of a reduce-scatter one device's share.
+    # The shape is the result's; for a reduce-scatter one device's share.
     elements = size // _WIDTHS[kind] // (world if opcode == "reduce-scatter" else 1)
     groups = (
         f"iota_collective_device_list {{ num_replica_groups: 1 num_devices_per_group: {world} "

@@ -1,4 +1,4 @@
-"""Evaluate candidates of a sweep: the work of one worker, in this process or elsewhere."""
+"""Evaluation of a sweep's candidates, in this process or in a worker."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _ENERGY = ("energy_j", "energy_lo_j", "energy_hi_j", "energy_j_per_token")
 
 @dataclass(frozen=True)
 class SweepJob(StepsBy):
-    """Settings that all candidates share; can be sent to another process.
+    """Settings that all candidates share; can be pickled to another process.
 
     Attributes:
-        workload: The model; ``batch`` is the candidate's.
+        workload: The model; its ``batch`` is replaced by the candidate's.
         power_cap_w: Sustained power of a device in watts; ``None`` for its limit.
     """
 
@@ -58,14 +58,14 @@ class SweepJob(StepsBy):
 
 
 def rests_on(job: SweepJob, clusters: Iterable[str]) -> dict[str, str]:
-    """Digests of what results follow from beyond their settings: files may be written anew.
+    """Return digests of what the results depend on besides their settings.
 
     Args:
         job: Settings of the sweep.
         clusters: Names or files.
 
     Returns:
-        By what it is: the models, and each cluster with its device.
+        Digests of the models, and of each cluster with its device, by description.
 
     Raises:
         OpcastError: A cluster, device or model is not usable.
@@ -85,13 +85,13 @@ def rests_on(job: SweepJob, clusters: Iterable[str]) -> dict[str, str]:
 
 
 def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
-    """One row for each candidate: its settings and figures.
+    """Return one row per candidate: its settings and figures.
 
-    A plan that cannot be evaluated gets a row without
-    figures and the reason in ``error``: it must not cost the others.
+    A plan that cannot be evaluated gets a row without figures and the reason in ``error``, so that
+    the others are still evaluated.
 
     Raises:
-        OpcastError: Not of a plan but of all: no such cluster, device or model.
+        OpcastError: A cluster, device or model does not exist.
     """
     rows = []
     for item in items:
@@ -110,15 +110,15 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
 
 
 def nearest_miss(job: SweepJob, rows: pd.DataFrame, named: Callable[[pd.Series], str]) -> str:
-    """Report which plan of a sweep misses least, by how much, and what would make it fit.
+    """Describe the plan of a sweep that comes closest to fitting, and what would make it fit.
 
     Args:
         job: Settings of the sweep.
-        rows: Its results.
-        named: Names a plan, by its row, as whoever asked can ask for it again.
+        rows: Results of the sweep.
+        named: Returns how the user can select the plan of a row.
 
     Returns:
-        Empty if a plan fits, or if none could be evaluated.
+        A sentence; empty if a plan fits, or if none could be evaluated.
     """
     judged = rows[rows["error"] == ""]
     if judged.empty or judged["fits"].any():
@@ -126,29 +126,29 @@ def nearest_miss(job: SweepJob, rows: pd.DataFrame, named: Callable[[pd.Series],
     near = judged.sort_values("memory_bytes_per_device").iloc[0]
     found = _again(job, near)
     said = f"nothing fits: the plan that needs least, {named(near)}, {found.fit.reason()}"
-    # However it is sharded: a parameter and its gradient, and what the optimiser keeps of it.
+    # Bytes per parameter under any sharding: parameter, gradient and optimizer state.
     kept = 2.0 * job.workload.width + OPTIMIZER_BYTES
     memory = _predictor(str(near["cluster"]), job).learned.memory
     state = law_of(memory, job.framework).state * kept
     least = ceil(job.workload.parameters * state / found.fit.capacity)
     if job.workload.mode == "train" and least > found.plan.devices:
-        said += f"; parameters, gradients and optimizer alone take {least} devices at least"
+        said += f"; parameters, gradients and optimizer alone need at least {least} devices"
     return said
 
 
 def front_notes(job: SweepJob, front: pd.DataFrame) -> list[str]:
-    """What ``opcast simulate`` notes on the first plan of a front; none of an empty one."""
+    """Return the notes on the first plan of a front; none for an empty front."""
     return [] if front.empty else _again(job, front.iloc[0]).notes()
 
 
 def _again(job: SweepJob, row: pd.Series) -> StepPrediction:
-    """The prediction of a row, of which rows keep the figures alone."""
+    """Predict a row's plan again, since rows hold only figures."""
     workload = replace(job.workload, batch=int(row["batch"]))
     return _predictor(str(row["cluster"]), job).predict(workload, parse_plan(str(row["plan"])))
 
 
 def _subject(item: Candidate, predictor: StepPredictor) -> dict[str, object]:
-    """What a row is about."""
+    """Return the columns that identify a candidate."""
     return {
         "key": item.key,
         "cluster": item.cluster,
@@ -161,12 +161,12 @@ def _subject(item: Candidate, predictor: StepPredictor) -> dict[str, object]:
 
 def _row(job: SweepJob, item: Candidate, predictor: StepPredictor) -> dict[str, object]:
     workload = replace(job.workload, batch=item.batch)
-    # No remedy: a plan that does not fit is a result, and the grid holds its neighbours anyway.
+    # No search for a remedy: a plan that does not fit is a result, and the grid has its neighbours.
     prediction = predictor.predict(workload, item.plan, remedy=False)
     data = prediction.to_dict()
     # NaN, not 0: an unknown power must not win the Pareto front.
     joules = prediction.joules or Interval(*(float("nan"),) * 3)
-    # For each token, since batches of a sweep differ.
+    # Per token, since batches of a sweep differ.
     tokens = workload.batch * workload.seq
     return {
         **_subject(item, predictor),
@@ -180,8 +180,8 @@ def _settings(plan: Plan) -> dict[str, object]:
     return {name: value for name, value in asdict(plan).items() if name != "overlap"}
 
 
-# A predictor keeps the prices of all operators and collectives that it has seen, so consecutive
-# candidates of a cluster cost little; eight clusters at once bound the memory.
+# A predictor keeps the prices of all operators and collectives, so further candidates of a cluster
+# are cheap; at most eight clusters at once limit the memory.
 @lru_cache(maxsize=8)
 def _predictor(cluster: str, job: SweepJob) -> StepPredictor:
     return job.predictor(cluster, load_step_model(job.model), power_cap_w=job.power_cap_w)

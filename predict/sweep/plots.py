@@ -12,7 +12,7 @@ from .run import pareto
 
 
 def plot(frame: pd.DataFrame, path: Path) -> None:
-    """Plot memory against step time (for a sequence where batches differ), with the front."""
+    """Plot memory against step time, with the front; per sequence where batches differ."""
     from matplotlib.figure import Figure
 
     front = pareto(frame, ("step_us", "memory_bytes_per_device"))
@@ -29,8 +29,8 @@ def plot(frame: pd.DataFrame, path: Path) -> None:
         label = "fits" if fits else "does not fit"
         axes.scatter(*points(part), s=12, c=colour, label=label)
     axes.plot(*points(front), "k-", lw=1)
-    xlabel = "step for a sequence (s)" if several else "step (s)"
-    axes.set(xlabel=xlabel, ylabel="memory of a device (GiB)", xscale="log", yscale="log")
+    xlabel = "step time per sequence (s)" if several else "step time (s)"
+    axes.set(xlabel=xlabel, ylabel="memory per device (GiB)", xscale="log", yscale="log")
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -42,9 +42,9 @@ def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
         frame: Results of a sweep.
 
     Returns:
-        ``devices``, ``batch``, ``step_us``, ``plan``, ``per_device`` (the batch over the devices),
-        and ``strong`` and ``weak``: tokens per second and device relative to the smallest
-        cluster with the same batch, or with the same batch per device.
+        Columns ``devices``, ``batch``, ``step_us``, ``plan``, ``per_device`` (batch per device),
+        and ``strong`` and ``weak``: tokens per second and device relative to the smallest cluster
+        with the same batch, or with the same batch per device.
     """
     fitting = frame[frame["fits"]].sort_values("step_us")
     best = fitting.groupby(["devices", "batch"], as_index=False).first()
@@ -64,7 +64,7 @@ def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
     """Plot strong and weak scaling side by side.
 
     Raises:
-        DatasetError: Plans fit on clusters of one size only.
+        DatasetError: All fitting plans are on clusters of the same size.
     """
     from matplotlib.figure import Figure
 
@@ -78,13 +78,13 @@ def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
         for value, part in best.groupby(key):
             # A single size has no scaling to show.
             if len(part) > 1:
-                label = f"batch {value:g}" + (" a device" if kind == "weak" else "")
+                label = f"batch {value:g}" + (" per device" if kind == "weak" else "")
                 side.plot(part["devices"], part[kind], "o-", label=label)
         side.axhline(1.0, color="grey", lw=0.5)
         side.set(title=f"{kind} scaling", xlabel="devices", xscale="log", ylim=(0, top))
         side.set_xscale("log", base=2)
-        # The last line is the ideal one at 1, which needs no legend.
+        # The last line is the reference at 1, which needs no legend.
         if side.lines[:-1]:
             side.legend()
-    axes[0].set_ylabel("tokens/s of a device, relative")
+    axes[0].set_ylabel("relative tokens/s per device")
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Why the best plan of a sweep is best: what each of its settings, changed alone, would cost."""
+"""Why the best plan of a sweep is best: the cost of changing each of its settings alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-#: Settings that are compared, by what they are called. ``data`` is made of columns of the plan.
+#: Settings to compare, with their names; ``data`` is derived from columns of the plan.
 SETTINGS = {
     "tp": "tensor parallelism",
     "pp": "pipeline stages",
@@ -20,10 +20,9 @@ SETTINGS = {
     "batch": "batch",
     "cluster": "cluster",
 }
-#: Settings that decide how many ranks share the batch, so that the micro-batches of a replica
-#: change with them.
+#: Settings that determine how many ranks share the batch, and so the micro-batches of a replica.
 _SHARING = ("tp", "pp", "cp", "data", "batch", "cluster")
-#: Parts of a step.
+#: Parts of a step, with their names.
 _PARTS = {
     "compute_us": "computation",
     "exposed_communication_us": "exposed communication",
@@ -33,16 +32,16 @@ _PARTS = {
 
 
 def reasons(frame: pd.DataFrame) -> list[str]:
-    """Write one sentence for each setting that had an alternative, the costliest first.
+    """Return one sentence per setting with alternatives, the costliest first.
 
-    Each compares the best plan with one that differs in that setting alone; where no such plan was
-    evaluated, with one that differs in as few as possible, which are named. No plan is named twice.
+    Each compares the best plan with one that differs only in that setting; if none was evaluated,
+    with one that differs in as few settings as possible, which are named. No plan is used twice.
 
     Args:
         frame: Results of a sweep.
 
     Returns:
-        Empty if no plan fits. Times are compared for a sequence, so that batches compare.
+        Sentences, none if no plan fits. Times are per sequence, so that batches compare.
     """
     rows = _per_sequence(frame)
     fitting = rows[rows["fits"]]
@@ -54,7 +53,7 @@ def reasons(frame: pd.DataFrame) -> list[str]:
     rows = rows.assign(changes=pd.Series(changes, rows.index, dtype=object))
     effects: list[tuple[float, str]] = []
     named: set[object] = set()
-    # Single changes first, so that a plan is not spent on a setting that it changes by the way.
+    # Settings with single changes first, so that their plans are not used for another setting.
     settings = sorted(known, key=lambda s: _fewest(rows, s))
     for setting in settings:
         others = rows[[setting in own for own in rows["changes"]]]
@@ -62,7 +61,7 @@ def reasons(frame: pd.DataFrame) -> list[str]:
         if others.empty:
             continue
         others = others[others["changes"].map(len) == others["changes"].map(len).min()]
-        # The best with another value; if none fits, the one that needs least.
+        # The fastest alternative; if none fits, the one that needs least memory.
         by = "own_us" if others["fits"].any() else "memory_bytes_per_device"
         other = others.sort_values(["fits", by], ascending=[False, True]).iloc[0]
         named.add(other.name)
@@ -71,7 +70,7 @@ def reasons(frame: pd.DataFrame) -> list[str]:
 
 
 def runner_up(frame: pd.DataFrame) -> list[str]:
-    """Write one sentence on what the second-fastest plan that fits loses to the fastest.
+    """Return one sentence on what the second-fastest plan loses to the fastest.
 
     Args:
         frame: Results of a sweep.
@@ -89,7 +88,7 @@ def runner_up(frame: pd.DataFrame) -> list[str]:
 
 
 def _changes(best: pd.Series, row: pd.Series, known: Sequence[str]) -> tuple[str, ...]:
-    """Settings that differ, without those that had to change with another."""
+    """Return the settings that differ, without those that depend on another change."""
     changes = [name for name in known if row[name] != best[name]]
     if any(name in _SHARING for name in changes):
         changes = [name for name in changes if name != "microbatches"]
@@ -97,12 +96,12 @@ def _changes(best: pd.Series, row: pd.Series, known: Sequence[str]) -> tuple[str
 
 
 def _fewest(rows: pd.DataFrame, setting: str) -> int:
-    """Fewest changes of a plan that changes a setting."""
+    """Return the fewest changes of any plan that changes a setting."""
     return min((len(c) for c in rows["changes"] if setting in c), default=0)
 
 
 def _told(best: pd.Series, other: pd.Series) -> str:
-    """By how much each part of another plan's step is longer, in shares of the best step."""
+    """Return the change of each part of the step, as shares of the best step."""
     changes = {
         what: (other[part] / other["batch"] - best[part] / best["batch"]) / best["own_us"]
         for part, what in _PARTS.items()
@@ -122,9 +121,9 @@ def _per_sequence(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _data(fsdp: int, zero: int) -> str:
-    """What is sharded over the data-parallel ranks, in the words of a grid's axis ``data``.
+    """Return what is sharded over data-parallel ranks, as a value of the axis ``data``.
 
-    In a pipeline a plan's ``fsdp`` alone shards as zero 1 does; the axis then tries zero 3.
+    In a pipeline, ``fsdp`` alone shards like zero 1; the axis then means zero 3.
     """
     if fsdp > 1:
         return "fsdp,zero=3" if zero == 3 else "fsdp"
@@ -137,14 +136,14 @@ def _reason(setting: str, best: pd.Series, other: pd.Series) -> tuple[float, str
     value = " and ".join([str(other[setting]), *further])
     if not other["fits"]:
         need = f"{other['memory_bytes_per_device'] / 2**30:.1f} GiB"
-        # Folders from before hosts were counted have no such column.
+        # Folders written before host memory was counted have no such column.
         host = other.get("host_memory_bytes_per_box", 0.0)
-        need += f" and {host / 2**30:.1f} GiB of the host of a box" if host > 0.0 else ""
-        # Sorted first: without an alternative the setting is not a choice.
+        need += f" and {host / 2**30:.1f} GiB of host memory per node" if host > 0.0 else ""
+        # First in the order: without a fitting alternative there is no choice.
         return float("inf"), f"{kept}: {value} does not fit, it needs {need}"
     share = float(other["own_us"] / best["own_us"] - 1.0)
     told = _told(best, other)
-    # Half of the last printed digit of a per cent.
+    # Half of the last printed digit.
     slower = "as fast" if share < 0.0005 else f"{share:.1%} slower"
     why = f" ({told} of the step)" if told and share >= 0.0005 else ""
     memory = (other["memory_bytes_per_device"] - best["memory_bytes_per_device"]) / 2**30

@@ -37,18 +37,16 @@ from .space import (
     why_none,
 )
 
-#: Candidates of a piece: what an interrupted sweep loses at most, and what a worker gets at a time.
+#: Candidates per piece: the unit of work of a worker, and the most that an interruption loses.
 #: Engineering estimate.
 PIECE = 16
 #: What the Pareto front minimises.
 OBJECTIVES = ("step_us", "memory_bytes_per_device", "devices", "energy_j", "cost")
-#: Those of a whole step, which are compared for a sequence of it: else the smallest of several
-#: batches would win them all.
+#: Objectives of a step, compared per sequence; else the smallest batch would win them all.
 _OF_STEP = ("step_us", "energy_j", "cost")
 _PARTS, _SETTINGS, _RESULT = "parts", "sweep.json", "sweep.parquet"
-#: Key of the settings under which digests of what results follow from are, by what it is.
+#: Key in the settings file for digests of models and clusters.
 _RESTS_ON = "rests_on"
-
 Rows = list[dict[str, object]]
 Progress = Callable[[int, int], None]
 
@@ -62,7 +60,7 @@ class Sweep:
         folder: Folder of the results.
         workers: Number of processes; 1 for this one.
         ray: Address of a Ray cluster; empty for none.
-        prices: Of a device for an hour, by device; under an empty name, of all others.
+        prices: Dollars per device hour, by device; an empty name applies to all others.
     """
 
     job: SweepJob
@@ -77,22 +75,22 @@ class Sweep:
         progress: Progress | None = None,
         absent: Mapping[tuple[str, int], str] | None = None,
     ) -> pd.DataFrame:
-        """Evaluate the candidates that have no result yet; returns the results of all of them.
+        """Evaluate the candidates that have no result yet; return the results of all of them.
 
-        After Ctrl-C the results so far, with the number of candidates that have none in
+        After Ctrl-C, return the results so far, with the number of missing candidates in
         ``attrs["left"]``.
 
         Args:
             items: The candidates.
-            progress: Told how many are done, of how many.
-            absent: Clusters and batches without a candidate, with the reason: each has a row that
-                has an ``error`` and no plan.
+            progress: Called with the numbers of finished and of all candidates.
+            absent: Clusters and batches without a candidate, with the reason; each gets a row with
+                an ``error`` and no plan.
 
         Raises:
             PlanError: There are no candidates.
-            DatasetError: The folder holds a sweep of another workload, model or power cap, or a
-                cluster or model of it has changed since.
-            OpcastError: Workers die again and again, or there is no Ray cluster.
+            DatasetError: The folder holds a sweep of another workload, model or power cap, or one
+                of its clusters or models has changed since.
+            OpcastError: Workers die repeatedly, or there is no Ray cluster.
         """
         if not items:
             raise no_candidates(absent)
@@ -120,7 +118,7 @@ class Sweep:
         return results
 
     def _priced(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Add the cost of each step; prices were no part of its evaluation, so they may change."""
+        """Add the cost of each step; it is not stored, so that prices may change."""
         if not self.prices:
             return rows
         other = self.prices.get("", float("nan"))
@@ -151,11 +149,11 @@ class Sweep:
         frames = [read_table(part) for part in parts]
         if not frames:
             return pd.DataFrame({"key": pd.Series(dtype=str)})
-        # A piece that was given to a second worker may have been written twice.
+        # A piece may have been written twice if it was given to a second worker.
         rows = pd.concat(frames, ignore_index=True).drop_duplicates("key")
-        # Parts from before there was latency_us have the same time under its other name alone.
+        # Parts written before latency_us existed hold the same time as step_us only.
         rows = rows.assign(latency_us=rows["step_us"])
-        # Tables from before plans could fail have no such column.
+        # Tables written before plans could fail have no such column.
         return rows.assign(error=rows["error"].fillna("") if "error" in rows else "")
 
     def _write(self, rows: Rows) -> None:
@@ -169,20 +167,20 @@ class Sweep:
         sizes.pop("batch")
         settings = {**asdict(self.job), "workload": sizes}
         path = self.folder / _SETTINGS
-        # Folders from before there were caps have none; what older ones rest on is not known.
+        # Older folders have no power cap, and no digests.
         held = {"power_cap_w": None, **(read_json(path) if path.is_file() else settings)}
         before, now = held.pop(_RESTS_ON, {}), rests_on(self.job, clusters)
         if held != settings:
             raise DatasetError(
-                "holds a sweep of another workload, model or power cap",
+                "the folder holds a sweep of another workload, model or power cap",
                 where=str(self.folder),
-                hint="give another folder",
+                hint="use another folder",
             )
         if changed := [name for name, own in now.items() if before.get(name, own) != own]:
             raise DatasetError(
-                f"holds results of what has changed since: {', '.join(changed)}",
+                f"the folder's results are outdated; changed since: {', '.join(changed)}",
                 where=str(self.folder),
-                hint="give another folder, or delete this one",
+                hint="use another folder, or delete this one",
             )
         write_text(path, json.dumps({**settings, _RESTS_ON: {**before, **now}}, indent=1))
 
@@ -203,7 +201,7 @@ def search(
         clusters: Names or files of clusters.
         batches: Batch sizes.
         values: Values of some axes; the others take the defaults of each cluster.
-        trials: Plans to try; choices that are not valid do not count, up to ten times as many.
+        trials: Plans to try; invalid choices do not count, up to ten times as many.
         seed: Random seed of the search.
         progress: Called with the numbers of finished and of all trials.
 
@@ -213,15 +211,14 @@ def search(
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # In memory: the rows on disk are what a search resumes from, and the seed repeats the
-    # proposals.
+    # In memory: a search resumes from the rows on disk, and the seed repeats the proposals.
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     visited: dict[Candidate, None] = {}
     known = {name: find_cluster(name) for name in clusters}
     work = sweep.job.workload
     own = {name: axis_values(work, cluster, values) for name, cluster in known.items()}
-    # One space for all trials, since the sampler needs fixed axes: what any cluster allows. A value
-    # that is not the chosen cluster's makes a choice that is not valid.
+    # One space for all trials, since the sampler needs fixed axes: the union over all clusters.
+    # Values that the chosen cluster does not allow make an invalid choice.
     every = {axis: list(dict.fromkeys(chain(*(o[axis] for o in own.values())))) for axis in AXES}
     rows = sweep.known(clusters)
     per_token = work.seq * 1e-6
@@ -245,9 +242,9 @@ def search(
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             visited[item] = None
             continue
-        # Time for each token, so that batches compare. A plan that does not fit counts as ten times
-        # slower (engineering estimate): worse than any that fits, yet the sampler still learns its
-        # time.
+        # Time per token, so that batches compare. A plan that does not fit counts as ten times
+        # slower (engineering estimate): worse than any that fits, yet its time still guides the
+        # sampler.
         over = 1.0 if row["fits"] else 10.0
         # Logarithms: TPE models densities of the objective, and step times span orders of
         # magnitude.
@@ -265,23 +262,23 @@ def _absent(
     values: Mapping[str, Sequence[str]],
     items: Iterable[Candidate],
 ) -> dict[tuple[str, int], str]:
-    """Clusters and batches without a candidate, with the reason."""
+    """Return clusters and batches without a candidate, with the reason."""
     present = {(item.cluster, item.batch) for item in items}
     work = sweep.job.workload
     found = {}
     for name, batch in product(clusters, batches):
         if (name, batch) not in present:
             why = why_none(work, clusters[name], batch, values)
-            found[name, batch] = why or "no trial was a valid plan of it: more --trials"
+            found[name, batch] = why or "no trial was a valid plan for it: increase --trials"
     return found
 
 
 def _with_absent(rows: pd.DataFrame, absent: Mapping[tuple[str, int], str]) -> pd.DataFrame:
-    """Rows with one for each cluster and batch that has no plan: an ``error`` and no figures."""
+    """Add a row with an ``error`` and no figures for each cluster and batch without a plan."""
     rows = rows.reset_index(drop=True)
     if not absent:
         return rows
-    # Settings keep their types: none is 0, as no plan has it.
+    # Settings keep their types: 0 and "" mark that there is no plan.
     none = {name: type(value)() for name, value in asdict(Plan()).items() if name in rows}
     more = [
         {
@@ -309,7 +306,7 @@ def grid(
     values: Mapping[str, Sequence[str]],
     progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Evaluate all valid combinations; arguments as for :func:`search`."""
+    """Evaluate all valid combinations; for arguments see :func:`search`."""
     known = {name: find_cluster(name) for name in clusters}
     items = candidates(sweep.job.workload, known, batches, values)
     return sweep.run(items, progress, _absent(sweep, known, batches, values, items))
@@ -318,7 +315,7 @@ def grid(
 def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.DataFrame:
     """Select the Pareto front, fastest first: rows that fit and that no other row dominates.
 
-    Times, joules and costs of steps are compared for a sequence, so that batches compare.
+    Times, energy and cost of steps are compared per sequence, so that batches compare.
     """
     fitting = frame[frame["fits"]]
     if fitting.empty:

@@ -19,13 +19,13 @@ from ...simulate.step.plan import RECOMPUTE, Plan, idle_setting, resolved
 from ...simulate.step.settings import read_pairs
 from ...simulate.step.workload import Workload
 
-#: Axes of a sweep. ``data`` is how the devices left by the other kinds of parallelism are used,
-#: ``split`` into how many parts the chosen micro-batch is cut.
+#: Axes of a sweep. ``data`` is the use of the devices that the other kinds of parallelism leave,
+#: ``split`` the number of parts that the chosen micro-batch is split into.
 AXES = ("tp", "pp", "cp", "ep", "data", "recompute", "schedule", "split", "offload")
-#: Values of the axis ``data``: replicas, replicas with sharded optimiser state, sharded parameters.
+#: Values of the axis ``data``: replicas, replicas with sharded optimizer state, sharded parameters.
 DATA = ("dp", "zero1", "fsdp")
-#: Model chunks of a device in the interleaved schedule: the least that interleaves at all
-#: (Narayanan et al., SC 2021, section 2.2). More would multiply the transfers; not an axis.
+#: Model chunks per device in the interleaved schedule: the minimum (Narayanan et al., SC 2021,
+#: section 2.2). More would multiply the transfers; not an axis.
 CHUNKS = 2
 
 
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Digest of all settings, under which results are found again."""
+        """Digest of all settings, which identifies stored results."""
         text = json.dumps([self.cluster, self.batch, asdict(self.plan)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -70,14 +70,14 @@ def axis_values(
 ) -> dict[str, list[str]]:
     """Choose the values of every axis: the grid's, else defaults for model and cluster.
 
-    By default ``tp`` stays within a box, ``cp`` and ``offload`` are off.
+    By default ``tp`` stays within a node, and ``cp`` and ``offload`` are off.
     """
-    # Tensor parallelism talks in every layer, so by default it stays on the links of one box; it
-    # cannot exceed the heads that it divides.
+    # Tensor parallelism communicates in every layer, so by default it stays on the links of one
+    # node; it cannot exceed the number of heads.
     inside = min(cluster.devices_per_node or cluster.size, cluster.size)
     default = {
         "tp": _powers(min(inside, workload.heads)),
-        # 32 stages are the upper end of the default axis; engineering estimate.
+        # Maximum of the default axis: 32 stages; engineering estimate.
         "pp": _powers(min(cluster.size, workload.layers, 32)),
         "cp": ["1"],
         "ep": _powers(min(workload.experts, cluster.size)) if workload.experts else ["1"],
@@ -119,7 +119,7 @@ def candidates(
 def why_none(
     workload: Workload, cluster: Cluster, batch: int, grid: Mapping[str, Sequence[str]]
 ) -> str:
-    """Say why no combination is valid on a cluster: what most fail by; empty if one is."""
+    """Return the most frequent reason why no combination is valid; empty if one is."""
     own = replace(workload, batch=batch)
     values = axis_values(own, cluster, grid)
     said: Counter[str] = Counter()
@@ -134,10 +134,10 @@ def why_none(
 
 
 def no_candidates(reasons: Mapping[tuple[str, int], str] | None = None) -> PlanError:
-    """Make the error of a sweep that has nothing to evaluate.
+    """Return the error of a sweep without valid combinations.
 
     Args:
-        reasons: Why, by cluster and batch.
+        reasons: Reasons by cluster and batch.
     """
     told = "".join(f"; {name}, batch {b}: {why}" for (name, b), why in (reasons or {}).items())
     return PlanError(
@@ -147,9 +147,9 @@ def no_candidates(reasons: Mapping[tuple[str, int], str] | None = None) -> PlanE
 
 
 def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -> Plan | str:
-    """Make the plan of one choice; if model and cluster do not allow it, say why not.
+    """Return the plan of one choice, or the reason why model and cluster do not allow it.
 
-    The reason is empty if the choice is another's plan.
+    The reason is empty if the choice is equivalent to another.
 
     Raises:
         PlanError: A value is invalid, such as an unknown name.
@@ -163,11 +163,11 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
     if choice["data"] == "zero1":
         known["zero"] = 1
     if choice["data"] == "fsdp" and sizes["pp"] > 1:
-        # Else it would be zero1's time and memory.
+        # With zero 1, time and memory would equal those of the axis value zero1.
         known["zero"] = 3
     if choice["data"] not in DATA:
         raise PlanError(f"data={choice['data']!r}", where="grid", hint="one of " + ", ".join(DATA))
-    # With one device left to use, all three are the same plan; the plain one is kept.
+    # With a single rank all three are the same plan; only the plain one is kept.
     if data == 1 and choice["data"] != "dp":
         return ""
     virtual = CHUNKS if choice["schedule"] == "interleaved" else 1
@@ -177,12 +177,12 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
         plan = Plan(**known, virtual=virtual)
         if idle_setting(workload, plan):
             return ""
-        # Resolved twice: the first chooses the micro-batches that ``split`` then multiplies.
+        # Resolved twice: first to choose the micro-batches, which ``split`` then multiplies.
         plan = resolved(workload, plan, cluster.size)
         more = plan.changed(microbatches=plan.microbatches * sizes["split"])
         return resolved(workload, more, cluster.size)
     except PlanError as error:
-        # A misspelt value is the user's mistake; sizes that do not divide merely exclude a
+        # An unknown value is the user's mistake; sizes that do not divide only exclude a
         # combination.
         if "is not known" in error.what:
             raise
@@ -195,28 +195,27 @@ def _powers(most: int) -> list[str]:
 
 def _number(axis: str, value: str) -> int:
     if not value.isdigit() or int(value) < 1:
-        raise PlanError(f"{axis}={value!r} is not a number from 1 on", where="grid")
+        raise PlanError(f"{axis}={value!r} is not a positive integer", where="grid")
     return int(value)
 
 
 def chunks(items: Sequence[Candidate], size: int) -> Iterator[list[Candidate]]:
     """Cut candidates into pieces of at most ``size``, each within one cluster."""
-    # A worker keeps a predictor for each cluster, whose prices the next candidates reuse.
+    # A worker keeps a predictor per cluster, whose prices the next candidates reuse.
     ordered = sorted(items, key=lambda c: c.cluster)
     for start in range(0, len(ordered), size):
         yield list(ordered[start : start + size])
 
 
 def undominated(points: ArrayLike) -> np.ndarray:
-    """Whether each point is on the Pareto front: no other is as small in all and smaller in some.
+    """Return whether each point is on the Pareto front, shape ``(n_points,)``.
+
+    A point is dominated if another is at most as large in all objectives and smaller in one.
 
     Args:
-        points: What is minimised, of shape (number of points, number of objectives).
-
-    Returns:
-        Of shape (number of points,).
+        points: Objectives to minimize, shape ``(n_points, n_objectives)``.
     """
     values = np.asarray(points, float)
-    # Quadratic in the number of points, yet negligible beside evaluating them.
+    # Quadratic in the number of points, yet negligible compared with evaluating them.
     beaten = [((values <= own).all(axis=1) & (values < own).any(axis=1)).any() for own in values]
     return ~np.array(beaten, bool)

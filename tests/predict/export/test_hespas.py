@@ -116,7 +116,7 @@ def test_the_command_adds_the_estimator_and_the_digest(hespas, hardware, tmp_pat
     with pytest.raises(DatasetError, match="method is 'roofline'"):
         CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     config.write_text("[]")
-    with pytest.raises(DatasetError, match="no configuration"):
+    with pytest.raises(DatasetError, match="not a HESPAS configuration"):
         CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
 
 

@@ -56,7 +56,7 @@ def test_layers_for_llmservingsim(tmp_path):
 
 
 def test_layers_need_a_gate_and_heads_that_divide():
-    with pytest.raises(PlanError, match="have a gate"):
+    with pytest.raises(PlanError, match="need a gate"):
         llmservingsim_layers(make_workload("gpt", {}), [1], 8, LATENCY)
     with pytest.raises(PlanError, match="3 workers do not divide"):
         llmservingsim_layers(WORK, [3], 8, LATENCY)
