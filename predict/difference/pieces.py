@@ -232,7 +232,7 @@ class MovedLines:
         known = self._known[place.file]
         if not place.line or not known:
             return place
-        # An insertion or deletion shifts all that follows: take the shift of the nearest line before.
+        # An insertion or deletion shifts all that follows: take the nearest line before.
         before = [line for line in known if line <= place.line]
         near = max(before) if before else min(known)
         return place._replace(line=max(1, place.line + known[near] - near))

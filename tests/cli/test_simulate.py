@@ -298,7 +298,7 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--plan", "zero=2"], "'zero=2' is no part"),
+        (["--plan", "zero=2"], "'zero=2' is not an option"),
         (["--plan", "ep=2"], "is for models with experts"),
         (["--plan", "tp=4"], "need 4 devices"),
         (["--plan", "tp=1", "--prefill", "tp=2"], "need 3 devices (2 of them run prompts)"),
@@ -315,7 +315,7 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
         (["--accepted", "2"], "--accepted does not apply"),
         (["--weights", "ternary"], "ternary"),
         (["--router", "random"], "'random' is not known"),
-        (["--experts", "fp8"], "is for models with experts"),
+        (["--experts", "fp8"], "the model has none"),
         (["--prefix-hits", "0.5", "--no-prefix-cache"], "without a prefix cache"),
         (["--whole-prompts", "--token-budget", "512"], "a prompt has 1024 tokens, a pass at most"),
     ],

@@ -137,7 +137,7 @@ def test_a_step_above_the_best_published_share_is_widened_and_says_so():
     # 55 % of the 459 TFLOP/s of its data sheet.
     usual = work.model_flops() / 1024 / 459e12 / 0.55
     assert found.step.total < usual <= found.interval.hi
-    said = "more than any step of a TPU reaches that was learned from (55%)"
+    said = "more than any step on a TPU in the training data (55%)"
     assert any(said in note for note in found.notes())
 
 

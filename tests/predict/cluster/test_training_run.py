@@ -113,10 +113,10 @@ def test_the_answer_of_a_step_has_the_run() -> None:
     [
         ({"days": 4}, "the run has no length"),
         ({"tokens": "many"}, "tokens"),
-        ({"tokens": -1}, "tokens=-1 is no time or number"),
+        ({"tokens": -1}, "tokens=-1 is not a valid time or number"),
         ({"tokens": 1e9, "hours": 1}, "run has no key 'hours'"),
         ({"tokens": 1e9, "spares": 2}, "give both or neither"),
-        ({"tokens": 1e9, "spares": -5}, "spares=-5 is no time or number"),
+        ({"tokens": 1e9, "spares": -5}, "spares=-5 is not a valid time or number"),
         ({"tokens": 1e9, "mtbf_h": 1e-5}, "the run never ends"),
     ],
 )
