@@ -1,4 +1,4 @@
-"""What a search found: the best plan and why, the front, and code that runs it."""
+"""Result of a search: the best plan and why, the Pareto front, and code that applies the plan."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .program import read_planned
 from .search import AS_GIVEN, PlanSearch
 from .space import UNCHANGED, Plan
 
-#: What the front minimises.
+#: Objectives that the front minimizes.
 OBJECTIVES = ("latency_us", "memory_bytes_per_device", "devices", "energy_j")
-#: Times that a step moves its parameters, above which activations are moved, too: FSDP gathers
-#: them twice and reduces their gradients once.
+#: Bytes communicated over bytes of parameters above which activations must be moved, too: FSDP
+#: gathers parameters twice and reduces their gradients once.
 _MOST_MOVED = 4.0
 
 
@@ -36,18 +36,18 @@ class PlanAnswer:
     """Plans of a program on a cluster.
 
     Attributes:
-        best: The fastest plan that fits; the one that needs least memory if none does.
-        rows: All compiled plans, the fastest first; those with an ``error`` at the end.
-        front: Rows that no other one beats in time, memory, devices and energy.
-        screened: Number of plans that were screened.
-        code: The best plan as code of JAX.
-        program: The program with the best plan's shardings, as MLIR bytecode; of a pipeline the
-            first stage's.
-        reasons: Why the best plan is ahead of the others.
-        notes: What should be known about the answer.
+        best: The fastest plan that fits, or the plan that needs least memory if none fits.
+        rows: All compiled plans, the fastest first; those with an ``error`` last.
+        front: Rows that no other row dominates in time, memory, devices and energy.
+        screened: Number of screened plans.
+        code: The best plan as JAX code.
+        program: The program with the best plan's shardings, as MLIR bytecode; for a pipeline that
+            of the first stage.
+        reasons: Why the best plan beats the others.
+        notes: Limits of the answer.
         cluster: Name of the cluster.
-        stopped: Whether Ctrl-C ended the search before its end.
-        alone: Row of the program as it is on one device; ``None`` if it does not fit there.
+        stopped: Whether Ctrl-C ended the search early.
+        alone: Row of the program on one device; ``None`` if it does not fit there.
         stages: The program of each stage, if the best plan is a pipeline.
     """
 
@@ -65,17 +65,17 @@ class PlanAnswer:
     stages: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:
-        """Plan and time; the fields would fill pages."""
+        """Return a summary: plan, time and cluster."""
         return f"PlanAnswer({self.best.name}: {duration(self.best.latency_us)} on {self.cluster})"
 
     def save(self, path: str | Path) -> Path:
         """Write the program with the best plan's shardings: text for ``.mlir``, else bytecode.
 
-        ``opcast predict --cluster`` and ``opcast partition`` take it. A pipeline is a file for each
-        stage, ``best.stage0.mlir`` and so on, for one micro-batch and the optimiser.
+        ``opcast predict --cluster`` and ``opcast partition`` accept it. For a pipeline there is one
+        file per stage, ``best.stage0.mlir`` and so on, for one micro-batch and the optimizer.
 
         Returns:
-            The file, of a pipeline that of its first stage.
+            The file; for a pipeline that of its first stage.
         """
         from ...features.ir.mlir.bindings import parse_module
 
@@ -94,7 +94,7 @@ class PlanAnswer:
         return named[0][0]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast plan --json`` prints it."""
+        """Return JSON data, as ``opcast plan --json`` prints it."""
         return {
             "best": self.best.to_dict(),
             "front": [row.to_dict() for row in self.front],
@@ -118,16 +118,16 @@ def plan(
 
     Args:
         program: A function, jitted or not, followed by its example arguments; or a path, text or
-            bytes of StableHLO for one device or with shardings, or an exported or lowered function.
-            Its batch is the global one.
+            bytes of StableHLO for one device or with shardings; or an exported or lowered function.
+            Its batch is the global batch.
         args: Example arguments of a function.
         progress: Called with the numbers of compiled and of all plans.
         options: Fields of :class:`~opcast.predict.plan.case.PlanCase`: ``cluster``, and others such
-            as ``memory`` and ``axes``; without ``budget_s`` the search takes its time, and without
-            ``out`` no results are kept. The rest are keyword arguments of a function.
+            as ``memory`` and ``axes``; without ``budget_s`` the time is unlimited, and without
+            ``out`` no results are kept. All others are keyword arguments of a function.
 
     Raises:
-        PlanError: Nothing can be cut, or an option is wrong.
+        PlanError: Nothing can be sharded, or an option is wrong.
         LoweringError: No plan could be compiled.
         OpcastError: The program, cluster or model is not usable.
     """
@@ -141,10 +141,10 @@ def plan(
 def find_plan(
     program: object, case: PlanCase, progress: Callable[[int, int], None] | None = None
 ) -> PlanAnswer:
-    """Search as :func:`plan` does, for a program or a function with its arguments."""
+    """Search like :func:`plan`, for a program or a function with its arguments."""
     from ..api import loaded
 
-    # The budget is the whole search's: reading and screening a large program take their part.
+    # The budget covers the whole search, including reading and screening a large program.
     started = time.monotonic()
     where = find_cluster(case.cluster)
     if where.size < 2:
@@ -154,7 +154,7 @@ def find_plan(
     search = PlanSearch(program, case, started=started)
     search.screen()
     plans = search.chosen(case.compiles)
-    # A plan comes first: without any there is no answer.
+    # Compile one plan first: without any there is no answer.
     search.compile(plans[:1])
     alone = search.compile_alone()
     rows = search.compile(plans, progress)
@@ -164,15 +164,15 @@ def find_plan(
 def answer_of(
     search: PlanSearch, rows: Sequence[PlanRow], alone: CompiledPlan | None = None
 ) -> PlanAnswer:
-    """Put the compiled plans of a search in order.
+    """Rank the compiled plans of a search.
 
     Args:
         search: The search.
-        rows: Its compiled plans.
+        rows: Compiled plans.
         alone: The program on one device, if it fits there.
 
     Raises:
-        LoweringError: None could be compiled.
+        LoweringError: No plan could be compiled.
     """
     made = [row.within(search.memory) for row in rows if isinstance(row, CompiledPlan)]
     made.sort(key=attrgetter("latency_us"))
@@ -182,7 +182,7 @@ def answer_of(
         raise LoweringError(
             f"no plan could be compiled: {said}",
             where=search.program.source.origin,
-            hint="a larger --budget, or another --lowering",
+            hint="use a larger --budget, or another --lowering",
         )
     fitting = [row for row in own if row.fits]
     best = fitting[0] if fitting else min(own, key=lambda r: r.memory_bytes_per_device)
@@ -208,7 +208,7 @@ def answer_of(
 
 
 def _written(search: PlanSearch, plan: Plan) -> tuple[str, list[bytes]]:
-    """A plan as code, and the program with its shardings: of a pipeline those of its stages."""
+    """Return a plan as code, and the program with its shardings (one per stage of a pipeline)."""
     if plan.stages > 1:
         own, _ = search.pipelines_of.of(plan)
         return pipeline_code(own, plan), [one.data for one in own.annotated(plan)]
@@ -217,7 +217,7 @@ def _written(search: PlanSearch, plan: Plan) -> tuple[str, list[bytes]]:
 
 
 def _front(rows: Sequence[CompiledPlan]) -> list[CompiledPlan]:
-    """Rows that no other one beats; an objective that a row lacks orders none."""
+    """Return the rows that are not dominated; an objective that a row lacks is ignored."""
     used = [o for o in OBJECTIVES if all(getattr(row, o) is not None for row in rows)]
     points = [tuple(getattr(row, o) for o in used) for row in rows]
 
@@ -226,23 +226,23 @@ def _front(rows: Sequence[CompiledPlan]) -> list[CompiledPlan]:
 
 
 def _unfinished(search: PlanSearch) -> str:
-    """Say how much of the search is not done, and which kinds of plans were not looked at."""
+    """Describe how much of the search is missing, and which kinds of plans were not compiled."""
     done = search.wanted - search.left
     why = "the search was stopped" if search.stopped else "the budget of time ended"
-    lacks = f", none that uses {' or '.join(search.missing)}" if search.missing else ""
+    lacks = f", none with {' or '.join(search.missing)}" if search.missing else ""
     on = ""
     if search.case.out is not None:
-        on = "; the same command again (with the same folder of results) continues"
-    # With most of them known the best is likely to be among them.
+        on = "; the same command with the same results folder continues it"
+        # If most plans were compiled, the best is likely among them.
     warns = WARNING if search.missing or 2 * done < search.wanted else ""
     return (
-        f"{warns}only {done} of {search.wanted} chosen plans were compiled{lacks}, since {why}: a "
-        f"better one may be among the others{on}"
+        f"{warns}only {done} of {search.wanted} chosen plans were compiled{lacks}, since {why}; "
+        f"others may be better{on}"
     )
 
 
 def _why_changed(search: PlanSearch, best: CompiledPlan) -> list[str]:
-    """Say what the best plan would need if its program were not changed."""
+    """Describe what the best plan would need without rematerialization and micro-batches."""
     plan = best.plan
     if plan.change == UNCHANGED or plan.stages > 1:
         return []
@@ -256,13 +256,13 @@ def _why_changed(search: PlanSearch, best: CompiledPlan) -> list[str]:
         if own.mesh == plan.mesh and own.change == UNCHANGED:
             return [
                 f"without {plan.change.text()[2:]} the same mesh needs {size(held)} of "
-                f"{size(search.memory)} a device and takes {duration(us)}{how}"
+                f"{size(search.memory)} per device and takes {duration(us)}{how}"
             ]
     return []
 
 
 def _why_staged(best: CompiledPlan) -> list[str]:
-    """Say what the best plan loses to being a pipeline."""
+    """Describe the pipeline losses of the best plan."""
     if not best.stages:
         return []
     counts = ", ".join(str(stage.layers) for stage in best.stages)
@@ -275,7 +275,7 @@ def _why_staged(best: CompiledPlan) -> list[str]:
 
 
 def _reasons(best: CompiledPlan, others: Sequence[CompiledPlan]) -> list[str]:
-    """Say what the next plans lose their time with, beside the best one."""
+    """Describe where the next plans lose time compared with the best one."""
     found = []
     by_mesh: dict[object, CompiledPlan] = {}
     for row in others:
@@ -283,7 +283,7 @@ def _reasons(best: CompiledPlan, others: Sequence[CompiledPlan]) -> list[str]:
     for row in islice(by_mesh.values(), 3):
         more = {
             "waiting for collectives": row.exposed_communication_us - best.exposed_communication_us,
-            "computing": row.compute_us - best.compute_us,
+            "computation": row.compute_us - best.compute_us,
             "waiting for other stages": row.bubble_us - best.bubble_us,
         }
         parts = [
@@ -320,7 +320,7 @@ def _notes(
         notes.append(_unfinished(search))
     elif search.missing:
         notes.append(
-            f"no plan that uses {' or '.join(search.missing)} was compiled: more --compiles would"
+            f"no plan with {' or '.join(search.missing)} was compiled: increase --compiles"
         )
     if not fitting:
         held = best.memory_bytes_per_device
@@ -335,8 +335,8 @@ def _notes(
     if parameters and moved > _MOST_MOVED * parameters:
         lines = ", ".join(f"{w.collective} at {w.where} ({size(w.bytes)})" for w in best.waits[:3])
         notes.append(
-            f"its collectives move {size(moved)} a run, {moved / parameters:.0f} times the "
-            f"parameters: activations are moved, by {lines or 'collectives beside computation'}"
+            f"its collectives move {size(moved)} per run, {moved / parameters:.0f} times the "
+            f"parameters: activations are moved, by {lines or 'overlapped collectives'}"
         )
     given = next((row for row in search.rows.values() if row.name == AS_GIVEN), None)
     if isinstance(given, CompiledPlan):
@@ -348,8 +348,8 @@ def _notes(
     twice = search.program.kept_twice
     if parameters and twice > parameters / 2:
         notes.append(
-            f"nothing is donated, so {size(twice)} of parameters and state are there twice in a "
-            "step: donate_argnums of jax.jit frees them"
+            f"nothing is donated, so {size(twice)} of parameters and state are stored twice during "
+            "a step: use donate_argnums of jax.jit"
         )
     if search.program.note:
         notes.append(search.program.note)

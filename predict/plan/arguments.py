@@ -1,4 +1,4 @@
-"""What the arguments of a program are: parameters, state of an optimiser, batch, the rest."""
+"""Roles of a program's arguments: parameters, optimizer state, batch, and others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .dimensions import PRODUCTS, Dimensions, Place, Step
 
 Role = Literal["parameter", "state", "batch", "other"]
 Value = tuple[Place, int]
-#: Ops that use a parameter together with activations, and the operand that is it.
+#: Ops that combine a parameter with activations, and the operands that may be the parameter.
 _USES = {"dot": (0, 1), "convolution": (0, 1), "gather": (0,), "broadcast": (0,)}
-#: Data of a key of random numbers: Threefry's and RBG's (jax/_src/prng.py). It has no batch.
+#: Types of random keys: Threefry's and RBG's (jax/_src/prng.py). They have no batch.
 _KEYS = (("u32", (2,)), ("u32", (4,)))
 
 
 class Use(NamedTuple):
-    """A place where a program reads a parameter beside activations.
+    """A place where a program combines a parameter with activations.
 
     Attributes:
         step: The op.
@@ -37,13 +37,13 @@ class Argument:
     """An argument of a program.
 
     Attributes:
-        name: Its path in the function's arguments, or ``argument 3``.
-        type: Its type.
-        role: What it is.
+        name: Path in the function's arguments, or ``argument 3``.
+        type: Type of the argument.
+        role: Role of the argument.
         classes: Class of each dimension.
-        batch: The dimension that is the batch; -1 for none.
+        batch: The batch dimension; -1 for none.
         uses: Where a parameter is read.
-        output: Number of the result that takes its place; -1 if it is not donated.
+        output: Number of the result that replaces it; -1 if it is not donated.
     """
 
     name: str
@@ -56,28 +56,28 @@ class Argument:
 
     @property
     def is_key(self) -> bool:
-        """Whether it looks like the data of a key of random numbers."""
+        """Whether it looks like the data of a random key."""
         return self.role == "other" and self.type[:2] in _KEYS
 
 
 def arguments_of(
     program: Program, found: Dimensions, names: Mapping[int, str], given: Mapping[str, int] | None
 ) -> list[Argument]:
-    """Tell the arguments of a program apart.
+    """Determine the roles of a program's arguments.
 
-    Parameters are what is donated and read by products, what products read as their second
-    operand, and what has the same first name. The batch's dimensions are those that values have
-    beside parameters in products; arguments that begin with one are the batch. What is donated
-    otherwise, and what has the dimensions of parameters alone, is state.
+    Parameters are arguments that are donated and read by products, arguments that products read as
+    their second operand, and arguments with the same first name. Batch dimensions are those that
+    other operands contribute to the results of products with parameters; arguments that start with
+    one are batches. State is everything else that is donated or has only dimensions of parameters.
 
     Args:
         program: The program.
-        found: Its dimensions.
+        found: Dimensions of the program.
         names: Paths of the arguments, as far as known.
-        given: The batch dimension by name or number of an argument; ``None`` to find it.
+        given: Batch dimension by name or number of an argument; ``None`` to detect it.
 
     Raises:
-        PlanError: ``given`` names no argument, or a dimension that it has not.
+        PlanError: ``given`` refers to an unknown argument or dimension.
         ProgramError: There is no batch.
     """
     entry = program.entry_computation
@@ -87,14 +87,14 @@ def arguments_of(
     told = {n: names.get(n) or f"argument {n}" for n in kinds}
     batch = _given(given, told, kinds) if given is not None else None
     uses = _uses(found, {((program.entry, p), 0): n for n, p in places.items()})
-    # An input is the second operand too where a gradient is made of it.
+    # An input is also read as a second operand, where its gradient is computed.
     first, second = ({n for n, own in uses.items() if _side(own, k)} for k in (0, 1))
     weights = second - first or second
-    # Arguments of the tree that holds weights, such as biases of the same ``params``.
+    # Arguments in the same tree as weights, such as biases in ``params``.
     trees = {_first(told[n]) for n in weights - set(batch or ()) if n in names}
     named = {n for n in kinds if n in names and _first(told[n]) in trees}
     colours = {n: found.colours[(program.entry, p), 0] for n, p in places.items()}
-    # What is donated and read by products is trained, if anything is.
+    # Arguments that are donated and read by products are trained, if there are any.
     sure = donated.keys() & weights or weights
     rows = _rows(found, uses, sure) - {c for n in sure for c in colours[n]}
     held = {c for n in named | weights for c in colours[n]} - rows
@@ -107,7 +107,7 @@ def arguments_of(
     for n, kind in kinds.items():
         met, sought = set(colours[n]) - {0}, batch is None
         told_apart = bool(rows) or not donated
-        # The first rule that holds tells the role.
+        # The first rule that holds determines the role.
         rules: tuple[tuple[Role, bool], ...] = (
             ("batch", n in (batch or ())),
             ("parameter", n in donated and bool(uses[n]) and not met & rows),
@@ -116,7 +116,7 @@ def arguments_of(
             ("batch", sought and not rows.isdisjoint(colours[n][:1])),
             ("parameter", n in weights and not met & rows and told_apart),
             ("state", bool(rows and met) and met <= held),
-            # No product tells: whatever is not a key of random numbers.
+            # Without evidence from products: anything except random keys.
             ("batch", sought and not rows and kind.shape[:1] > (1,) and kind[:2] not in _KEYS),
             ("other", True),
         )
@@ -142,7 +142,7 @@ def arguments_of(
 
 
 def _uses(found: Dimensions, numbers: Mapping[Value, int]) -> dict[int, list[Use]]:
-    """Where arguments are read beside activations, by number of the argument."""
+    """Return where arguments are combined with activations, by number of the argument."""
     uses: dict[int, list[Use]] = defaultdict(list)
     for step in found.steps:
         for k in _USES.get(step.op.opcode, ()):
@@ -153,7 +153,7 @@ def _uses(found: Dimensions, numbers: Mapping[Value, int]) -> dict[int, list[Use
 
 
 def _side(uses: Sequence[Use], side: int) -> bool:
-    """Whether products read an argument as their first or second operand; a look-up's is second."""
+    """Return whether products read an argument as a given operand; a look-up's index is second."""
     return any(
         own.operand == side
         if own.step.op.opcode in PRODUCTS
@@ -165,7 +165,7 @@ def _side(uses: Sequence[Use], side: int) -> bool:
 def _rows(
     found: Dimensions, uses: Mapping[int, Sequence[Use]], weights: Collection[int]
 ) -> set[int]:
-    """Colours of what products read beside weights, and that go along to their results."""
+    """Return the colours that other operands of weights' products pass to the results."""
     rows: set[int] = set()
     for number in weights:
         for step, operand in uses[number]:
@@ -183,17 +183,17 @@ def _rows(
 
 
 def parse_batch_dims(text: str) -> dict[str, int]:
-    """Read ``3:0,batch['x']:1`` into dimensions by argument.
+    """Parse ``3:0,batch['x']:1`` into dimensions by argument.
 
     Raises:
-        PlanError: A part is no argument with a dimension.
+        PlanError: A part is not an argument with a dimension.
     """
     found = {}
     for part in filter(None, text.split(",")):
         name, _, dimension = part.rpartition(":")
         if not name or not dimension.isdigit():
             raise PlanError(
-                f"{part!r} is no argument with its batch dimension",
+                f"{part!r} is not an argument with its batch dimension",
                 where="--batch-dims",
                 hint="write argument:dimension, as 3:0,4:0 or batch['x']:0",
             )

@@ -1,4 +1,4 @@
-"""One question about plans: where a program runs, what may be cut, and how long to search.
+"""Settings of a plan search: where a program runs, what may be sharded, and how long to search.
 
 The fields are options of ``opcast plan`` and keyword arguments of ``opcast.plan``.
 """
@@ -12,10 +12,10 @@ from typing import Annotated
 
 from ...common.options import LoweringOpt, ModelOpt, Option, Ray, bytes_of, folder, seconds_of
 
-#: Axes of a mesh in rank order, outermost first: what communicates most often is innermost, where
-#: links are fastest.
+#: Mesh axes in rank order, outermost first: the axes that communicate most often are innermost,
+#: where links are fastest.
 AXES = ("data", "fsdp", "sequence", "expert", "tensor")
-#: The axis of stages, outside of all others: what communicates least.
+#: The axis of pipeline stages, outside all others since it communicates least.
 PIPELINE = "pipeline"
 
 
@@ -31,35 +31,36 @@ def _axes(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PlanCase:
-    """What :func:`opcast.plan` is asked, beside the program.
+    """Arguments of :func:`opcast.plan` besides the program.
 
     Attributes:
         cluster: Name (``opcast cluster --list``), path of a YAML file, or description.
-        batch_dims: The batch dimension by name or number of an argument; by default the first one
+        batch_dims: Batch dimension by name or number of an argument; by default the first dimension
             of arguments that are neither donated nor parameters.
-        budget_s: Seconds of the whole search. What would not end in time, as far as plans before
-            tell, is not begun; one plan is compiled in any case.
-        memory: Bytes that a device may use; 0 for all that it has.
-        axes: Axes of the mesh to use, of :data:`AXES` and ``pipeline``; by default all,
-            ``pipeline`` where there are several boxes or nothing else may fit.
-        compiles: Plans to compile, the best by our own reckoning. By default a dozen, which compile
-            in minutes (engineering choice).
-        remat: Layers of the forward pass that are computed again in the backward pass, the first
-            ones; ``all``, or ``auto`` to search where the fastest plan may not fit. 0 forbids it.
-        micro_batches: Parts of the batch whose gradients are added up before the optimiser;
-            ``auto`` as above. 1 forbids it.
+        budget_s: Time of the whole search in seconds. Compilations that would not finish in time,
+            judging by earlier ones, are not started; one plan is compiled in any case.
+        memory: Bytes that may be used per device; 0 for all.
+        axes: Mesh axes to use, of :data:`AXES` and ``pipeline``; by default all, but ``pipeline``
+            only with several nodes or if nothing else may fit.
+        compiles: Maximum plans to compile, the best by the screening. By default a dozen, which
+            compile in minutes (engineering choice).
+        remat: Number of layers, from the first on, whose forward pass is recomputed in the backward
+            pass; ``all``, or ``auto`` to search if the fastest plan may not fit. 0 disables it.
+        micro_batches: Number of micro-batches whose gradients are accumulated; ``auto`` as above.
+            1 disables it.
         model: Name or folder of the kernel model.
         lowering: Lowering of the partitioned programs.
-        out: Folder of results, from which a search resumes; ``None`` to keep none.
-        workers: Processes that compile.
-        ray: Address of a Ray cluster instead.
+        out: Results folder, from which a search resumes; ``None`` to keep no results.
+        workers: Number of compiling processes.
+        ray: Address of a Ray cluster to use instead.
     """
 
     cluster: Annotated[str, Option("Cluster name or file, such as dgx-h100-x64.")]
     batch_dims: Annotated[
         Mapping[str, int] | None,
         Option(
-            "Batch dimensions, argument:dimension, as 3:0,4:0; default: found.", parse=_batch_dims
+            "Batch dimensions, argument:dimension, as 3:0,4:0; default: detected.",
+            parse=_batch_dims,
         ),
     ] = None
     budget_s: Annotated[
@@ -72,43 +73,43 @@ class PlanCase:
         ),
     ] = 600.0
     memory: Annotated[
-        float, Option("Memory that a device may use, such as 60GiB; default: all.", parse=bytes_of)
+        float, Option("Memory to use per device, such as 60GiB; default: all.", parse=bytes_of)
     ] = 0.0
     axes: Annotated[
         Sequence[str] | None,
         Option(
             "Axes of the mesh: pipeline,data,fsdp,sequence,expert,tensor; default: all, pipeline "
-            "over several boxes or where nothing else fits.",
+            "only over several nodes or if nothing else fits.",
             parse=_axes,
         ),
     ] = None
-    compiles: Annotated[int, Option("Most plans to compile.", least=1)] = 12
+    compiles: Annotated[int, Option("Maximum plans to compile.", least=1)] = 12
     remat: Annotated[
-        str, Option("Layers to compute again in the backward pass: auto, all, a number.")
+        str, Option("Layers to recompute in the backward pass: auto, all, or a number.")
     ] = "auto"
     micro_batches: Annotated[
-        str, Option("Parts of the batch whose gradients are added up: auto, a number.")
+        str, Option("Micro-batches for gradient accumulation: auto, or a number.")
     ] = "auto"
     model: ModelOpt = "default"
     lowering: LoweringOpt = "auto"
     out: Annotated[
         Path | None, Option("Results folder; a search resumes from it.", check=folder)
     ] = Path("plan")
-    workers: Annotated[int, Option("Processes that compile.", least=1)] = 1
+    workers: Annotated[int, Option("Number of compiling processes.", least=1)] = 1
     ray: Ray = ""
 
     def __post_init__(self) -> None:
-        """Check the axes, and the numbers that may be words.
+        """Check the axes, and options that take a number or a word.
 
         Raises:
-            PlanError: One is not understood.
+            PlanError: A value is invalid.
         """
         from ...common.errors import PlanError
 
         unknown = [axis for axis in self.used_axes if axis not in (PIPELINE, *AXES)]
         if unknown or not self.used_axes:
             raise PlanError(
-                f"{unknown[0] if unknown else ''!r} is no axis of a plan",
+                f"{unknown[0] if unknown else ''!r} is not an axis of a plan",
                 where="--axes",
                 hint=f"axes are {', '.join((PIPELINE, *AXES))}",
             )
@@ -131,12 +132,12 @@ class PlanCase:
 
     @property
     def pipelines(self) -> bool | None:
-        """Whether to search pipelines; ``None`` to find out whether it is worth it."""
+        """Whether to search pipelines; ``None`` to decide during the search."""
         return None if self.axes is None else PIPELINE in self.axes
 
     @property
     def layers(self) -> int | None:
-        """Layers to rematerialise, -1 for all; ``None`` to search."""
+        """Layers to rematerialize, -1 for all; ``None`` to search."""
         text = str(self.remat).strip()
         return None if text == "auto" else -1 if text == "all" else int(text)
 

@@ -1,4 +1,4 @@
-"""A plan as code of JAX, to paste into the program."""
+"""A plan as JAX code, to paste into the program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .stages import StagedProgram
 
 
 def code_of(program: PlannedProgram, plan: Plan) -> str:
-    """A plan as code of JAX: a mesh, the cut of each argument, and those of products' results."""
+    """Return a plan as JAX code: a mesh, and shardings of arguments and of products' results."""
     cuts = [(own.name, program.argument_spec(own, plan)) for own in program.arguments]
     roots = dict.fromkeys(name.partition("[")[0].partition(".")[0] for name, _ in cuts)
     said = own_data("predict/plan/code.toml")
@@ -27,10 +27,10 @@ def code_of(program: PlannedProgram, plan: Plan) -> str:
         lines += [f"#   {line}: {_spec(cut)}" for line, cut in inside.items()]
     if "fsdp" in plan.sizes:
         lines.append(
-            "# Before a product reads a parameter, its spec without fsdp gathers it, as above."
+            "# Gather each parameter before its product by its spec without fsdp, as above."
         )
     if plan.change.remat:
-        at = f", which begin at {program.layers_at}" if program.layers_at else ""
+        at = f", starting at {program.layers_at}" if program.layers_at else ""
         lines.append(
             f"# jax.checkpoint (Flax: nn.remat) around each of the first {plan.change.remat} equal "
             f"layers{at}."
@@ -43,27 +43,27 @@ def code_of(program: PlannedProgram, plan: Plan) -> str:
 
 
 def pipeline_code(pipeline: StagedProgram, plan: Plan) -> str:
-    """A plan with stages as code of JAX: which layers they have, and the shardings inside."""
+    """Return a plan with stages as JAX code: the layers of each stage, and the shardings inside."""
     layers, each = pipeline.cut.layers, plan.inside.devices
     lines = [f"# A pipeline of {plan.stages} stages over {each} devices each, in order:"]
     for stage in range(plan.stages):
         own = [n for n, at in enumerate(layers) if at == stage]
         line = pipeline.layers_at[stage]
-        ends = ["what comes before them"] if stage == 0 else []
-        ends += ["what comes behind them, and the loss"] if stage == plan.stages - 1 else []
+        ends = ["everything before them"] if stage == 0 else []
+        ends += ["everything after them, and the loss"] if stage == plan.stages - 1 else []
         lines.append(
             f"#   stage {stage}: layers {own[0]} to {own[-1]} of {len(layers)}"
-            + (f", which begin at {line}" if line else "")
+            + (f", starting at {line}" if line else "")
             + "".join(f", {text}" for text in ends)
         )
     lines += [
-        f"# The batch goes through them in {plan.change.micro} micro-batches, as 1F1B orders them; "
+        f"# The batch goes through them in {plan.change.micro} micro-batches, scheduled by 1F1B; "
         "gradients are",
-        "# added up, and each stage updates its own parameters.",
+        "# accumulated, and each stage updates its own parameters.",
     ]
     if each == 1:
-        return "\n".join([*lines, "# Nothing is cut inside of a stage."]) + "\n"
-    lines.append(f"# Below: the mesh of the first stage; stage s has devices s * {each} and on.")
+        return "\n".join([*lines, "# Nothing is sharded inside a stage."]) + "\n"
+    lines.append(f"# Below: the mesh of the first stage; stage s uses devices from s * {each} on.")
     return "\n".join(lines) + "\n" + code_of(pipeline.program, plan.inside)
 
 

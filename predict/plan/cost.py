@@ -1,10 +1,10 @@
-"""What a plan costs, by our own reckoning: fast enough to screen thousands of plans.
+"""Screening cost of a plan: fast enough for thousands of plans.
 
-A program is summed up once: its kernels by what dimensions they have, and its ops by what they
-would communicate. A plan divides the kernels' time by the cuts of their dimensions, and adds the
-collectives: sums over a cut dimension are reduced, what an op needs whole is gathered, parameters
-that lie cut are gathered before they are used, and gradients are reduced. The best plans are then
-compiled (``search.py``), so this only has to put them in order.
+A program is summarized once: its kernels by the classes of their dimensions, and its ops by what
+they would communicate. A plan divides the kernels' time by the shardings of their dimensions, and
+adds collectives: sums over a sharded dimension are reduced, operands that an op needs whole are
+gathered, sharded parameters are gathered before use, and gradients are reduced. The best plans are
+then compiled (``search.py``), so the screening only has to rank them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from .arguments import Argument
 from .dimensions import PRODUCTS, Dimensions, Place, Step, product_flops
 from .space import Cuts, Plan, Space, assign, cut_parts, fsdp_dimension, group_ranks
 
-#: Share of the computation behind which collectives of parameters and gradients hide. Engineering
-#: estimate: XLA starts them early and waits late, but the last gradients have nothing behind them.
+#: Share of the computation that can hide collectives of parameters and gradients. Engineering
+#: estimate: XLA starts them early and waits late, but nothing is left to hide the last gradients.
 _HIDDEN = 0.6
-#: Bytes up to which XLA's combiner passes join collectives, as in
-#: ``simulate/program/nodes.py``.
+#: Bytes up to which XLA's combiner passes merge collectives, as in ``simulate/program/nodes.py``.
 _COMBINED = 30 * 2**20
 
 
-#: Name of a part of a program, such as the number of a stage.
+#: Key of a part of a program, such as the number of a stage.
 Part = TypeVar("Part", bound=Hashable)
 
 
@@ -48,10 +47,10 @@ class Event(NamedTuple):
     """A collective that a plan adds.
 
     Attributes:
-        kind: Its name, as ``simulate/collectives/choose.py`` has it.
-        axes: Axes of the mesh over which it goes.
+        kind: Name of the collective, as in ``simulate/collectives/choose.py``.
+        axes: Mesh axes that it spans.
         size: Bytes that a device contributes.
-        hidden: Whether it is of parameters or gradients, which nothing waits for at once.
+        hidden: Whether it communicates parameters or gradients, which are not needed at once.
         where: Source line of the op that needs it.
     """
 
@@ -64,15 +63,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Screened:
-    """A plan's cost by our own reckoning.
+    """Screening cost of a plan.
 
     Attributes:
         plan: The plan.
         seconds: Time of a run.
         compute: Seconds of kernels.
         waiting: Seconds of collectives that kernels wait for.
-        hidden: Seconds of collectives that may run beside kernels.
-        memory: Bytes of a device at the peak.
+        hidden: Seconds of collectives that can overlap with kernels.
+        memory: Peak bytes per device.
     """
 
     plan: Plan
@@ -91,9 +90,9 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Record:
-    """What decides the collectives of an op; equal ones of all layers are one record.
+    """Inputs that determine the collectives of an op; equal ones of all layers share a record.
 
-    ``parts`` are the micro-batches over which its result is added up, 1 for none.
+    ``parts`` is the number of micro-batches over which its result is accumulated, 1 for none.
     """
 
     classes: tuple[int, ...]
@@ -107,16 +106,16 @@ class _Record:
 
 
 class Sheet:
-    """A program summed up for one kind of device.
+    """A program summarized for one type of device.
 
     Args:
-        source: The program, of one device.
-        found: Its dimensions.
-        arguments: Its arguments.
-        space: What may be cut.
-        cluster: Cluster that plans are for.
+        source: The program, for one device.
+        found: Dimensions of the program.
+        arguments: Arguments of the program.
+        space: Dimensions that may be sharded.
+        cluster: Cluster of the plans.
         predictor: Predicts the kernels of one device.
-        micro: Micro-batches in which the program goes through its batch.
+        micro: Number of micro-batches of a step.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Sheet:
         made = ((s, self._record(s, reduces=s.place not in merged)) for s in found.steps)
         self._recorded = [(step, record) for step, record in made if record is not None]
         self._sum(self._timed, self._recorded)
-        # Times of collectives by mesh, which plans over the same mesh share.
+        # Times of collectives, shared by plans over the same mesh.
         self._time = lru_cache(maxsize=None)(self._seconds)
 
     def _kernels(self, source: SourceProgram, model: CostModel) -> None:
@@ -175,10 +174,10 @@ class Sheet:
         timed: Iterable[tuple[Step | None, float, float]],
         recorded: Iterable[tuple[Step, _Record]],
     ) -> None:
-        """Sum kernels and collectives up by the classes that decide what they cost."""
+        """Sum kernels and collectives over the classes that determine their cost."""
         groups: dict[tuple[tuple[int, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for main, work, floor in timed:
-            # What updates a parameter runs where its part lies.
+            # Parameter updates run on the shards of the parameter.
             update = main is not None and main.op.opcode not in PRODUCTS
             update = update and main is not None and main.place in self.tails
             group = groups[self._classes(main) if main else (), update]
@@ -192,11 +191,11 @@ class Sheet:
     def parts(
         self, of: Callable[[Step | None], Part], arguments: Mapping[Part, Sequence[Argument]]
     ) -> dict[Part, Sheet]:
-        """The sheet taken apart; its parts share the times of collectives.
+        """Split the sheet; its parts share the times of collectives.
 
         Args:
-            of: Part of an op; of ``None`` that of kernels whose ops are not known.
-            arguments: Arguments that each part holds, by part: all parts that there are.
+            of: Returns the part of an op; for ``None`` that of kernels without known ops.
+            arguments: Arguments that each part holds; the keys are all parts.
         """
         timed: dict[Part, list[tuple[Step | None, float, float]]] = defaultdict(list)
         for own in self._timed:
@@ -221,9 +220,9 @@ class Sheet:
         return tuple(self.found.axis_class(step, axis) for axis in step.axes)
 
     def _merged(self) -> set[Place]:
-        """Products whose partial sums are added to others before they are reduced.
+        """Return products whose partial sums are added to others before they are reduced.
 
-        XLA turns a sum of all-reduces into the all-reduce of the sum: gradients from queries, keys
+        XLA turns a sum of all-reduces into an all-reduce of the sum: gradients from queries, keys
         and values to their common input are reduced once.
         """
         sums: dict[Place, frozenset[int]] = {}
@@ -236,7 +235,7 @@ class Sheet:
                 left, right = (self.found.root(o)[0] for o in step.operands)
                 if left != right and sums.get(left) and sums.get(left) == sums.get(right):
                     sums[step.place] = sums[left]
-                    # Of a sum the part that is reduced is its first product.
+                    # The reduction of the sum is attributed to its first product.
                     merged.add(right)
         return merged
 
@@ -258,7 +257,7 @@ class Sheet:
         )
         if not (broken or summed or len(set(met)) < len(met)):
             return None
-        # Results first, so that they get an axis before what is summed.
+        # Results first, so that they are assigned an axis before summed dimensions.
         order = sorted(range(len(classes)), key=lambda n: step.axes[n].summed)
         source = step.op.source
         return _Record(
@@ -273,7 +272,7 @@ class Sheet:
         )
 
     def cost(self, plan: Plan) -> Screened:
-        """Reckon the time and memory of a plan."""
+        """Estimate the time and memory of a plan."""
         cuts, sizes = self.space.cuts(plan), plan.sizes
         compute = 0.0
         for (classes, update), (work, floors) in self.groups.items():
@@ -292,30 +291,30 @@ class Sheet:
                 waiting += own * times
         hidden = least = 0.0
         for (kind, axes), total in later.items():
-            # Joined up to a limit; what is larger goes alone.
+            # Merged up to a limit; larger ones are separate.
             size = max(_COMBINED, largest[kind, axes])
             count = ceil(total / size)
             hidden += count * self._time(kind, axes, round(total / count), plan.mesh)
-            # Nothing is left to compute beside the last of them.
+            # Nothing is left to compute during the last of them.
             least = max(least, self._time(kind, axes, round(total / count), plan.mesh))
         seconds = compute + waiting + max(least, hidden - _HIDDEN * compute)
         return Screened(plan, seconds, compute, waiting, hidden, self.memory(plan))
 
     def events(self, plan: Plan) -> dict[Event, float]:
-        """Collectives of a plan, with how often each runs."""
+        """Return the collectives of a plan, with the number of executions."""
         cuts, sizes = self.space.cuts(plan), plan.sizes
         found: dict[Event, float] = defaultdict(float)
         for record, times in self.records.items():
             for event in self._of(record, cuts, sizes):
-                # XLA moves the all-reduce of a sum over a loop's iterations behind the loop
-                # (while_loop_all_reduce_code_motion.cc); gradients that are scattered stay inside.
+                # XLA moves the all-reduce of a sum over loop iterations behind the loop
+                # (while_loop_all_reduce_code_motion.cc); reduce-scatters of gradients stay inside.
                 sums = event.hidden and event.kind == "all_reduce"
                 found[event] += times / record.parts if sums else times
         if "fsdp" in sizes:
             for own in self.arguments:
                 if fsdp_dimension(own, cuts, sizes) < 0:
                     continue
-                # Once forward, once backward.
+                # Once in the forward and once in the backward pass.
                 for use in own.uses[:2]:
                     value = use.step.operands[use.operand]
                     classes = self.found.value_classes(value)
@@ -351,7 +350,7 @@ class Sheet:
         if partial and record.nbytes:
             local = record.nbytes / cut_parts(loop[: record.results], sizes)
             if record.tail and "fsdp" in partial:
-                # Its parameter lies cut: each device keeps its part of the gradient.
+                # Its parameter is sharded: each device keeps its shard of the gradient.
                 found.append(Event("reduce_scatter", ("fsdp",), local, True, record.where))
                 partial = tuple(a for a in partial if a != "fsdp")
                 local /= sizes["fsdp"]
@@ -365,7 +364,7 @@ class Sheet:
         return xla_time(kind, float(size), group_ranks(axes, mesh), self.cluster)[0]
 
     def memory(self, plan: Plan) -> float:
-        """Bytes of a device at the peak: arguments, and activations by how they are cut."""
+        """Return the peak bytes per device: arguments, and activations by their shardings."""
         cuts, sizes = self.space.cuts(plan), plan.sizes
         total = 0.0
         for own in self.arguments:
@@ -373,7 +372,7 @@ class Sheet:
             if fsdp_dimension(own, cuts, sizes) >= 0:
                 parts *= sizes["fsdp"]
             total += own.type.nbytes / parts
-        # Gradients of parameters are scattered as these are.
+        # Gradients of parameters are sharded like the parameters.
         fsdp = sizes.get("fsdp", 1)
         share = sum(
             weight / (cut_parts(assign(classes, cuts), sizes) * (fsdp if tail else 1))

@@ -1,10 +1,10 @@
-"""Which dimensions of a program's values are cut together.
+"""Dimensions of a program's values that are sharded together.
 
-Every op is a loop nest: a dimension of it goes along a dimension of the result, along dimensions of
-operands, or is summed over. Two dimensions of values that meet in one dimension of an op are cut
-together or communicate, so they get the same *colour*, through the whole program (as in TOAST,
-Alabed et al., 2025, and GSPMD, Xu et al., 2021). Colours whose products look alike,
-such as the hidden dimension of each layer's feed-forward, form a *class*: they are cut alike.
+Every op is a loop nest: each of its dimensions corresponds to dimensions of operands and results,
+or is summed over. Dimensions of values that meet in one dimension of an op are sharded together or
+cause communication, so they get the same *colour*, throughout the program (as in TOAST, Alabed et
+al., 2025, and GSPMD, Xu et al., 2021). Colours with similar products, such as the hidden dimension
+of each layer's feed-forward part, form a *class* and are sharded alike.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from math import gcd
 from ...features.ir.program import Computation, Op, Program, TensorType
 from .op_axes import Axis, op_axes
 
-#: Ops whose dimensions decide where time goes; a class is named by those that it takes part in.
+#: Ops whose dimensions dominate the time; a class is defined by those that it takes part in.
 PRODUCTS = frozenset(("dot", "convolution"))
 _INDEXED = frozenset(("gather", "scatter"))
-#: Ops that only turn a value into another form of it, as in ``features/ir/mlir/shardings.py``.
+#: Ops that only change the form of a value, as in ``features/ir/mlir/shardings.py``.
 _FORMS = frozenset(
     (
         "bitcast-convert",
@@ -32,7 +32,7 @@ _FORMS = frozenset(
         "transpose",
     )
 )
-#: Ops that hand each operand on as the result of the same number; so do tuples.
+#: Ops that return each operand as the result with the same number, as tuples do.
 BARRIERS = frozenset(("opt-barrier", "optimization-barrier"))
 _TUPLES = BARRIERS | {"tuple"}
 
@@ -41,15 +41,14 @@ Place = tuple[str, int]
 
 @dataclass(slots=True)
 class Step:
-    """An op with what its dimensions are.
+    """An op with its loop dimensions.
 
     Attributes:
         op: The op.
-        place: Its computation, and position there.
-        times: Executions in a run.
-        axes: Dimensions of its loop nest. A dimension of an operand that is in none is read as a
-            whole by every element.
-        operands: Places of the operands and leaf of each; tuples are left out.
+        place: Computation of the op, and position there.
+        times: Executions per run.
+        axes: Dimensions of the loop nest. Operand dimensions in none of them are read as a whole.
+        operands: Place and leaf of each operand, except tuples.
     """
 
     op: Op
@@ -64,11 +63,11 @@ class Dimensions:
     """Dimensions of all values of a program, by colour and class.
 
     Attributes:
-        steps: All ops, in order; bodies of loops behind their loop.
+        steps: All ops, in order; bodies of loops after their loop.
         colours: Colours of each value's dimensions, by place and leaf; 0 for dimensions of size 1.
         types: Types of the values.
-        origins: The value that a value is another form or name of.
-        sizes: Greatest common divisor of the dimensions of each colour: what a cut must divide.
+        origins: The value that a value is a form or alias of.
+        sizes: Greatest common divisor of the dimensions of each colour, which shards must divide.
         classes: Class of each colour that takes part in products.
         work: FLOPs of products in which each class takes part.
     """
@@ -82,38 +81,38 @@ class Dimensions:
     work: dict[int, float] = field(default_factory=dict)
 
     def class_size(self, number: int) -> int:
-        """Greatest common divisor over the colours of a class."""
+        """Return the greatest common divisor over the colours of a class."""
         return gcd(*(self.sizes[c] for c, own in self.classes.items() if own == number))
 
     def value_classes(self, value: tuple[Place, int]) -> tuple[int, ...]:
-        """Class of each dimension of a value; 0 for none."""
+        """Return the class of each dimension of a value; 0 for none."""
         return tuple(self.classes.get(c, 0) for c in self.colours.get(value, ()))
 
     def axis_class(self, step: Step, axis: Axis) -> int:
-        """Class of a dimension of an op; 0 for none."""
+        """Return the class of a dimension of an op; 0 for none."""
         return self.classes.get(_colour(self, step, axis), 0)
 
     def root(self, value: tuple[Place, int]) -> tuple[Place, int]:
-        """The value that a value is a form of: an argument's, for what products read of it."""
+        """Return the value that a value is a form of, such as the argument that a product reads."""
         while value in self.origins:
             value = self.origins[value]
         return value
 
     def tails(self, classes: Collection[int]) -> set[Place]:
-        """Ops after which no value has a dimension of some classes any more.
+        """Return the ops after which no value has a dimension of some classes.
 
         Args:
-            classes: Of the batch, to find gradients and what updates with them.
+            classes: Classes of the batch, to find gradients and parameter updates.
         """
         makers: dict[tuple[Place, int], list[tuple[Place, int]]] = defaultdict(list)
         for step in self.steps:
             for leaf in range(len(step.op.results)):
                 makers[step.place, leaf] += step.operands
-        # Through calls, loops and tuples, which are no steps. What a loop hands on beside the
-        # batch, such as sums of gradients, does not lead to it.
+        # Also through calls, loops and tuples, which are no steps. Loop results without the batch,
+        # such as sums of gradients, do not lead to it.
         for value, origin in self.origins.items():
             makers[value].append(origin)
-        # Whatever leads to a value with the batch is not a tail.
+        # Any value that leads to a value with the batch is not a tail.
         pending = [v for v in self.colours if not set(classes).isdisjoint(self.value_classes(v))]
         seen = set(pending)
         while pending:
@@ -132,7 +131,7 @@ def dimensions_of(program: Program) -> Dimensions:
     """Find the colours and classes of a program's dimensions.
 
     Args:
-        program: StableHLO, its calls inlined or not; loops count by their trip count.
+        program: StableHLO, with or without inlined calls; loops count by their trip count.
     """
     reader = _Reader(program)
     reader.visit(program.entry, 1.0)
@@ -140,7 +139,7 @@ def dimensions_of(program: Program) -> Dimensions:
 
 
 class _Reader:
-    """State while a program is walked: a union-find over the dimensions of all values."""
+    """State of the walk through a program: a union-find over the dimensions of all values."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -153,9 +152,9 @@ class _Reader:
         self.origins: dict[tuple[Place, int], tuple[Place, int]] = {}
 
     def visit(self, name: str, times: float) -> str:
-        """Walk a computation; returns the name of this visit, the first by the computation's."""
+        """Walk a computation; return the name of this visit (the computation's for the first)."""
         own = self.program.computations[name]
-        # A function that is called again meets other values: it is walked for each call.
+        # A function called again processes other values, so it is walked once per call.
         self.visits[name] += 1
         visit = name if self.visits[name] == 1 else f"{name}#{self.visits[name]}"
         for position, op in enumerate(own.ops):
@@ -167,7 +166,7 @@ class _Reader:
         return visit
 
     def _new(self, extent: int) -> int:
-        # Dimensions of size 1 are never cut, and would tie what is broadcast to all.
+        # Dimensions of size 1 are never sharded, and would connect everything that is broadcast.
         if extent == 1:
             return 0
         self.parents.append(len(self.parents))
@@ -189,7 +188,7 @@ class _Reader:
     def join_values(
         self, left: tuple[Place, int], right: tuple[Place, int], *, same: bool = True
     ) -> None:
-        """Say that two values are cut alike, and that the left one is the right one itself."""
+        """Join the dimensions of two values; with ``same``, left is an alias of right."""
         if same:
             self.origins[left] = right
         for one, other in zip(self.ids.get(left, ()), self.ids.get(right, ()), strict=False):
@@ -225,20 +224,20 @@ class _Reader:
     def _control(self, visit: str, position: int, op: Op, times: float) -> None:
         place = (visit, position)
         trips = op.attrs.get("trip_count") if op.opcode == "while" else 1
-        # Branches are run by turns.
+        # Branches are assumed equally likely.
         share = 1.0 / len(op.called) if op.opcode == "conditional" else 1.0
         for number, name in enumerate(op.called):
             body = self.visit(name, times * float(trips or 1) * share)
             inner = self.program.computations[name]
             parameters = [(p, o) for p, o in enumerate(inner.ops) if o.opcode == "parameter"]
-            # A branch has no parameters but what it captures, behind the predicate.
+            # A branch's only parameters are captured values, after the predicate.
             first = len(op.operands) - len(parameters)
             for p, parameter in parameters:
                 where = (visit, op.operands[first + int(parameter.attrs["index"])])
                 for leaf in range(len(parameter.results)):
                     self.join_values(((body, p), leaf), (where, leaf))
             if op.opcode == "while" and number == 0:
-                continue  # the condition: its result is a flag
+                continue  # the condition, whose result is a flag
             root = inner.root_op
             parts = root.operands if root.opcode == "tuple" else (inner.root,)
             for leaf, part in enumerate(parts[: len(op.results)]):
@@ -260,7 +259,7 @@ class _Reader:
         return found
 
     def _classify(self, found: Dimensions) -> None:
-        """Put colours together whose products have the same shapes in the same places."""
+        """Group colours whose products have the same shapes in the same places."""
         looks: dict[int, set[tuple[object, ...]]] = defaultdict(set)
         work: dict[int, float] = defaultdict(float)
         for step in found.steps:
@@ -275,7 +274,7 @@ class _Reader:
                     work[colour] += flops
         numbers: dict[frozenset[tuple[object, ...]], int] = {}
         kinds_of = dict.fromkeys(frozenset(own) for own in looks.values())
-        # The first layer has no gradient of its input: it looks like the others but for that.
+        # The first layer has no gradient of its input, but otherwise looks like the others.
         wholes = {
             own: min(
                 (o for o in kinds_of if own < o and len(o) < 2 * len(own)), key=len, default=own
@@ -298,9 +297,9 @@ def _colour(found: Dimensions, step: Step, axis: Axis) -> int:
 
 
 def product_flops(step: Step, kinds: Sequence[Sequence[int]]) -> float:
-    """FLOPs of a product in a run: two for each point of its loop nest.
+    """Return the FLOPs of a product per run: two per point of its loop nest.
 
-    A convolution's window adds its kernel's spatial dimensions.
+    A convolution's loop nest includes its kernel's spatial dimensions.
     """
     flops = 2.0 * step.times * step.op.type.size
     if step.op.opcode == "convolution":

@@ -1,4 +1,4 @@
-"""Which plans are compiled, and what one costs then, predicted as ``predict --cluster`` does."""
+"""Choice of the plans to compile, and their costs, predicted as in ``predict --cluster``."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .case import PlanCase
 from .cost import Screened
 from .space import Change, Plan
 
-#: Collectives of the critical path that a row keeps.
+#: Number of collectives on the critical path to keep in a row.
 _WAITS = 5
-#: Figures that plain data of pipelines, and of other plans, do not have.
+#: Fields that are absent from the JSON data of pipelines and of other plans, respectively.
 _PIPELINES_LACK = frozenset({"energy_lo_j", "energy_hi_j"})
 _OTHERS_LACK = frozenset({"bubble_us", "sends_us", "stages"})
-#: Compiled plans over the same mesh with other cuts by ``tensor``: several meshes are tried.
+#: Maximum compiled plans over the same mesh with different ``tensor`` classes.
 _SAME_MESH = 3
-#: The screening overstates memory, by up to 1.7 times for two decoders: plans up to this many
-#: times the device's may fit. At most half of what is compiled are such plans.
+#: The screening overestimates memory, by up to 1.7 times for two decoders: plans up to this
+#: multiple of the device's memory may fit. At most half of the compiled plans are such plans.
 _MEMORY_SLACK = 2.0
-#: Share of the compiled plans that may be pipelines: each has two to four programs of its own.
+#: Maximum share of pipelines among the compiled plans, since each has two to four programs.
 _PIPELINES = 1 / 3
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Collectives of the critical path from one line of the source."""
+    """Collectives on the critical path from one source line."""
 
     collective: str
     where: str
@@ -48,7 +48,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What a stage of a pipeline takes and needs: times as of ``StageSeconds``."""
+    """Times (see ``StageSeconds``) and memory of a pipeline stage."""
 
     layers: int
     forward_us: float
@@ -59,16 +59,16 @@ class StageFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A plan, or the program of a stage, that was given to the compiler.
+    """A plan, or the program of a stage, that was passed to the compiler.
 
     Attributes:
-        name: The plan in words; empty for a stage.
-        plan: The plan; an empty one for the program as given and on one device.
+        name: The plan as text; empty for a stage.
+        plan: The plan; empty for the program as given and on one device.
         devices: Number of devices.
-        screened_us: Time by our own reckoning; ``None`` if unknown.
-        key: Name of its files.
+        screened_us: Time by the screening; ``None`` if unknown.
+        key: Key of the result.
         error: Why it could not be compiled; empty for a :class:`CompiledPlan`.
-        seconds: What the compilation took.
+        seconds: Duration of the compilation.
     """
 
     name: str = ""
@@ -80,7 +80,7 @@ class PlanRow:
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``plan.json`` has it."""
+        """Return JSON data, as stored in ``plan.json``."""
         plan, change = self.plan, self.plan.change
         about = {
             "plan": self.name,
@@ -100,13 +100,13 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledPlan(PlanRow):
-    """What a compiled plan takes and needs; the interval holds nine times in ten.
+    """Times and memory of a compiled plan, with a 90 % interval.
 
     Attributes:
-        bubble_us: Time for which stages wait for one another.
+        bubble_us: Time in which stages wait for each other.
         sends_us: Time of transfers between stages.
-        waits: Collectives of the critical path, those that take longest first.
-        stages: Of a pipeline.
+        waits: Collectives on the critical path, the longest first.
+        stages: Stages of a pipeline.
         energy_j: Joules of all devices; ``None`` if unknown.
     """
 
@@ -131,24 +131,24 @@ class CompiledPlan(PlanRow):
     energy_hi_j: float | None = None
 
     def within(self, memory: float) -> CompiledPlan:
-        """The plan on devices that may use so many bytes; 0 for all that they have."""
+        """Return the plan for devices limited to some bytes; 0 for no limit."""
         fits = self.fits and (not memory or self.memory_bytes_per_device <= memory)
         return replace(self, fits=fits)
 
     @classmethod
     def from_dict(cls, data: JsonObject) -> CompiledPlan:
-        """Read plain data of :meth:`to_dict`.
+        """Read the data of :meth:`to_dict`.
 
         Raises:
-            DatasetError: A figure is missing, as of an earlier version: it is no 0.
+            DatasetError: A field is missing, as in files of earlier versions.
         """
         name = data.get("plan", "")
         own = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         for f in fields(cls):
-            # Both are the same mark where a field has no default.
+            # A field has no default if both are the same marker.
             if f.name not in own and f.default is f.default_factory:
                 said = f"the row of {name or 'a stage'} has no {f.name}"
-                raise DatasetError(said, hint="give another folder")
+                raise DatasetError(said, hint="use another folder")
         change = Change(data.get("remat", 0), data.get("micro_batches", 1))
         mesh, tensor = data.get("mesh", {}), data.get("tensor", ())
         own["plan"] = Plan(tuple(mesh.items()), tuple(tensor), change)
@@ -159,12 +159,12 @@ class CompiledPlan(PlanRow):
 
 @dataclass(frozen=True)
 class PlanJob:
-    """Settings that all plans share; can be sent to another process.
+    """Settings that all plans share; can be pickled to another process.
 
     Attributes:
-        case: What was asked.
+        case: Settings of the search.
         cluster: The cluster.
-        timeout_s: Limit of a compilation.
+        timeout_s: Time limit of a compilation.
     """
 
     case: PlanCase
@@ -172,13 +172,13 @@ class PlanJob:
     timeout_s: float = 3600.0
 
 
-#: Key of a plan, and the program with its shardings. Bytes, not a path: other hosts do not share
-#: the folder of results.
+#: Key of a plan, and the program with its shardings. Bytes instead of a path, since other hosts do
+#: not share the results folder.
 Annotated = tuple[str, bytes]
 
 
 def judge_plans(job: PlanJob, programs: Sequence[Annotated]) -> list[PlanRow]:
-    """One row for each annotated program; one that cannot be compiled has an ``error``."""
+    """Return one row per annotated program; one that cannot be compiled has an ``error``."""
     rows: list[PlanRow] = []
     for key, program in programs:
         started = time.monotonic()
@@ -186,20 +186,20 @@ def judge_plans(job: PlanJob, programs: Sequence[Annotated]) -> list[PlanRow]:
             row: PlanRow = _judged(job, program)
         except OpcastError as error:
             row = PlanRow(error=str(error))
-        except Exception as error:  # one plan must not cost the others
+        except Exception as error:  # a failing plan must not stop the others
             row = PlanRow(error=str(fault(error)))
         rows.append(replace(row, key=key, seconds=time.monotonic() - started))
     return rows
 
 
 def judge_alone(job: PlanJob, program: bytes) -> PlanRow:
-    """The row of a program of one device, predicted as ``predict --device`` does."""
+    """Return the row of a program for one device, predicted as in ``predict --device``."""
     (row,) = judge_plans(replace(job, cluster=alone(job.cluster)), [("", program)])
     return row
 
 
 def alone(cluster: Cluster) -> Cluster:
-    """One device of a cluster."""
+    """Return a cluster of one device."""
     network = Topology((Dimension("switch", 1, 1.0),))
     return Cluster(cluster.device, cluster.device, network)
 
@@ -218,7 +218,7 @@ def _judged(job: PlanJob, program: bytes) -> CompiledPlan:
 
 
 def _energy(job: PlanJob, made: PartitionedPrediction) -> Interval | None:
-    """Joules of all devices: kernels by the law of power, waiting for the rest."""
+    """Return the joules of all devices, by the power law for kernels and idle power otherwise."""
     import numpy as np
 
     from ...features.table.roofline import roofline
@@ -230,14 +230,14 @@ def _energy(job: PlanJob, made: PartitionedPrediction) -> Interval | None:
         return None
     seconds = roofline(kernels, spec).latency_s
     counts = np.array([k.multiplicity for k in kernels])
-    # Rooflines say how the time is shared; its sum is the simulated computation.
+    # Rooflines distribute the simulated computation time over the kernels.
     seconds = seconds * (made.run.compute / max(float((seconds * counts).sum()), 1e-12))
     joules = program_energy(kernels, seconds, made.interval, spec)
     return Interval(*(made.devices * j for j in joules)) if joules else None
 
 
 def _waits(made: PartitionedPrediction) -> list[Wait]:
-    """The collectives of the critical path by source line, those that take longest first."""
+    """Return the collectives on the critical path by source line, the longest first."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     moved: dict[tuple[str, str], float] = defaultdict(float)
     for place in made.run.critical:
@@ -260,25 +260,25 @@ def _waits(made: PartitionedPrediction) -> list[Wait]:
 
 
 def axes_of(screened: Iterable[Screened]) -> list[str]:
-    """Axes of the mesh that plans have."""
+    """Return the mesh axes that occur in plans."""
     return list(dict.fromkeys(axis for own in screened for axis in own.plan.sizes))
 
 
 def chosen(screened: Sequence[Screened], most: int, devices: int, memory: float) -> list[Plan]:
-    """Plans that are worth compiling: the fastest, one of each kind, the best over fewer devices.
+    """Return plans worth compiling: the fastest, one per kind, and the best over fewer devices.
 
     Args:
         screened: All plans, the fastest first.
-        most: Most plans to choose.
+        most: Maximum number of plans.
         devices: Devices of the cluster.
-        memory: Bytes that a device may use; 0 if unknown.
+        memory: Bytes that may be used per device; 0 if unknown.
 
     Returns:
-        In the order in which they are to be compiled: a budget may end the search early.
+        Plans in the order in which to compile them, since a budget may end the search early.
     """
     most_memory = _MEMORY_SLACK * memory or inf
     fit = [s for s in screened if s.memory <= most_memory]
-    # Nothing fits: those that need least say how much is missing.
+    # If nothing fits, the plans that need least show how much is missing.
     ordered = fit or sorted(screened, key=lambda s: s.memory)
     full = [s for s in ordered if s.plan.devices == devices]
     fewer: dict[int, Screened] = {}
@@ -286,10 +286,10 @@ def chosen(screened: Sequence[Screened], most: int, devices: int, memory: float)
         if own.plan.devices < devices:
             fewer.setdefault(own.plan.devices, own)
     least = min(full or ordered, key=lambda s: s.memory)
-    # What most people do first, over as many devices as the batch and a box have.
+    # The plans that people try first, over as many devices as the batch and a node allow.
     pure = ([s for s in fit if list(s.plan.sizes) == [axis]] for axis in ("data", "tensor"))
     kinds = [max(of, key=lambda s: (s.plan.devices, -s.seconds)).plan for of in pure if of]
-    # Of every other kind the fastest: screening knows the order within a kind best.
+    # The fastest of every other kind: the screening ranks plans within a kind best.
     for axis in axes_of(ordered):
         if not any(axis in plan.sizes for plan in [(full or ordered)[0].plan, *kinds]):
             kinds.append(next(s.plan for s in [*full, *ordered] if axis in s.plan.sizes))
@@ -309,7 +309,7 @@ def chosen(screened: Sequence[Screened], most: int, devices: int, memory: float)
             doubtful += doubts
             plans.append(own.plan)
     room = max(most - 1 - len(kinds) - min(len(fewer), 2), 1)
-    # One of each kind before a second of any: a budget may end the search early.
+    # One of each kind before further plans, since a budget may end the search early.
     picked = [*plans[:1], *kinds, *plans[1:room], least.plan]
     picked += [s.plan for s in islice(fewer.values(), 2)]
     return list(dict.fromkeys([*picked, *plans[room:]]))[:most]

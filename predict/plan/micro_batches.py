@@ -1,9 +1,8 @@
-"""Which ops of a training step are done for each micro-batch, and which sums they leave.
+"""Ops of a training step that run per micro-batch, and the sums that are accumulated.
 
-A step can be accumulated if every row of the batch is computed for itself and only sums over the
-rows, such as gradients and the loss, go to the optimiser. What mixes rows in any other way (the
-statistics of a batch normalisation, the capacity of experts) would be another program in
-micro-batches.
+Gradient accumulation is possible if all rows of the batch are independent and only sums over rows,
+such as gradients and the loss, reach the optimizer. Ops that mix rows in any other way (batch
+normalization statistics, expert capacity) would compute something else in micro-batches.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from .arguments import Argument
 from .dimensions import BARRIERS, Dimensions, Step
 from .op_axes import OPAQUE, is_attention
 
-#: Ops of one operand through which a sum over rows stays one.
+#: Unary ops that preserve a sum over rows.
 _LINEAR = frozenset(("convert", "negate", "reshape", "transpose"))
-#: Ops that only hand values on.
+#: Ops that only forward values.
 _NAMES = frozenset(("get-tuple-element", "parameter", "tuple"))
 _CONTROL = frozenset(("while", "conditional", "call"))
 
@@ -29,31 +28,31 @@ _CONTROL = frozenset(("while", "conditional", "call"))
 def accumulation_of(
     program: Program, found: Dimensions, arguments: Sequence[Argument]
 ) -> Accumulation:
-    """Find what is done for each micro-batch.
+    """Find the ops that run for each micro-batch.
 
     Args:
-        program: The step, its calls inlined.
-        found: Its dimensions.
-        arguments: Its arguments.
+        program: The step, with its calls inlined.
+        found: Dimensions of the step.
+        arguments: Arguments of the step.
 
     Raises:
-        PlanError: Rows of the batch are not independent of each other, or results have a batch.
+        PlanError: Rows of the batch depend on each other, or results have a batch dimension.
     """
     return _Finder(program, found, arguments).accumulation()
 
 
 @dataclass
 class _Finder:
-    """The ops of ``main``, by position, as far as they depend on the batch.
+    """The ops of ``main``, by position, and how they depend on the batch.
 
     Attributes:
         program: The step.
-        found: Its dimensions.
-        arguments: Its arguments.
-        colours: Colours that are the batch's.
-        batched: Ops with a result that has the batch.
-        depends: Ops whose results change with the batch.
-        leads: Ops on which a result with the batch depends.
+        found: Dimensions of the step.
+        arguments: Arguments of the step.
+        colours: Colours of batch dimensions.
+        batched: Ops with a result that has the batch dimension.
+        depends: Ops whose results depend on the batch.
+        leads: Ops that a result with the batch dimension depends on.
         partial: Ops whose results are sums over the rows of a micro-batch.
     """
 
@@ -86,10 +85,10 @@ class _Finder:
         }
         for number in batch:
             if self.arguments[number].role in ("parameter", "state"):
-                raise _refused(f"the batch goes into {self.arguments[number].name}, which stays")
+                raise _refused(f"the batch enters {self.arguments[number].name}, which persists")
         results = self._results()
         if any(self._batch_dimensions(number, 0) for number in results):
-            raise _refused("results of the step have the batch")
+            raise _refused("results of the step have the batch dimension")
         self._spread({places[number] for number in batch})
         self._check_rows()
         self._find_sums()
@@ -125,10 +124,10 @@ class _Finder:
                     n for n in range(len(op.results)) if not self._batch_dimensions(position, n)
                 ]
                 if any(op.results[n].dtype[0] in "fb" for n in whole):
-                    raise _refused(f"the loop at {_line(op)} adds gradients up itself")
+                    raise _refused(f"the loop at {_line(op)} accumulates gradients itself")
 
     def _reads(self, op: Op) -> set[int]:
-        """What an op reads: of a barrier, which hands several values on, one of them."""
+        """Return what an op reads; for an element of a barrier only the operand of that element."""
         if op.opcode == "get-tuple-element":
             maker = self.program.entry_computation.ops[op.operands[0]]
             if maker.opcode in BARRIERS:
@@ -136,7 +135,7 @@ class _Finder:
         return set(op.operands)
 
     def _check_rows(self) -> None:
-        """Check that ops with the batch go along it, and that what sums it up is a sum."""
+        """Check that ops with batch dimensions keep rows apart or sum over them."""
         entry = self.program.entry
         for step in self.found.steps:
             met = [
@@ -153,7 +152,7 @@ class _Finder:
             ]
             along = {at for axis in step.axes for at in axis.operands}
             over = {at for axis in step.axes for at in axis.results}
-            # Rows are numbered anew in ``main``; a loop's body does not know the micro-batch.
+            # In ``main``, iotas are renumbered; a loop's body does not depend on the micro-batch.
             numbered = (
                 step.op.opcode == "iota"
                 and (0, step.op.attrs["dimensions"][0]) in made
@@ -161,7 +160,7 @@ class _Finder:
             )
             if not set(met) <= along or not set(made) <= over or numbered:
                 raise _refused(f"{step.op.opcode} at {_line(step.op)} mixes rows of the batch")
-            # A library's attention knows no other rows, unless it draws random numbers for them.
+            # A library's attention keeps rows apart, unless it draws random numbers.
             known = is_attention(step.op) and not draws_numbers(step.op.config())
             if (met or made) and step.op.opcode in OPAQUE and not known:
                 raise _refused(f"{step.op.opcode} at {_line(step.op)} may mix rows of the batch")
@@ -169,7 +168,7 @@ class _Finder:
             if not summed & set(met):
                 continue
             if step.place[0] != entry or not self._adds(step) or made:
-                raise _refused(f"{step.op.opcode} at {_line(step.op)} is no sum over the batch")
+                raise _refused(f"{step.op.opcode} at {_line(step.op)} is not a sum over the batch")
             self.partial.add(step.place[1])
 
     def _adds(self, step: Step) -> bool:
@@ -180,7 +179,7 @@ class _Finder:
         return self.program.computations[step.op.called[0]].root_op.opcode == "add"
 
     def _find_sums(self) -> None:
-        """Forms and sums of partial sums are partial sums, too."""
+        """Extend the partial sums to linear ops and additions of partial sums."""
         ops = self.program.entry_computation.ops
         readers: dict[int, list[int]] = {}
         for position, op in enumerate(ops):
@@ -191,12 +190,12 @@ class _Finder:
                 continue
             fed = [number for number in op.operands if number in self.batched]
             if fed and op.opcode not in _NAMES:
-                raise _refused(f"{op.opcode} at {_line(op)} is no sum over the batch")
+                raise _refused(f"{op.opcode} at {_line(op)} is not a sum over the batch")
             adds = op.opcode == "add" and len(op.operands) == 2
             if (
                 (adds or op.opcode in _LINEAR)
                 and set(op.operands) <= self.partial
-                # What is read elsewhere as well would be kept twice.
+                # A sum that is also read elsewhere would be kept twice.
                 and all(readers[number] == [position] for number in op.operands)
             ):
                 self.partial.add(position)
@@ -223,7 +222,7 @@ class _Finder:
         )
 
     def _dimensions(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Dimensions that are the batch by number of the op and its result, in loops as well."""
+        """Return the batch dimensions by number of the op and its result, including in loops."""
         made = {}
         for ((visit, position), leaf), colours in self.found.colours.items():
             op = self.program.computations[visit.partition("#")[0]].ops[position]
@@ -245,7 +244,7 @@ def _line(op: Op) -> str:
 
 def _refused(why: str) -> PlanError:
     return PlanError(
-        f"the step cannot be done in micro-batches: {why}",
+        f"the step cannot be split into micro-batches: {why}",
         where="--micro-batches",
-        hint="leave the option out, or 1",
+        hint="omit the option, or give 1",
     )

@@ -1,4 +1,4 @@
-"""The loop nest of each op: which dimensions of operands and results go along with one another."""
+"""The loop nest of each op: which dimensions of operands and results correspond."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...features.ir.mlir.attention_calls import attention_axes
 from ...features.ir.op_table import by_op, ops_with
 from ...features.ir.program import Op, TensorType
 
-#: Where a dimension of an op occurs: number of the operand or result, number of its dimension.
+#: A dimension of an operand or result: number of the operand or result, number of the dimension.
 At = tuple[int, int]
 Shapes = Sequence[tuple[int, ...]]
 
@@ -18,9 +18,9 @@ class Axis(NamedTuple):
     """One dimension of an op's loop nest.
 
     Attributes:
-        results: Where it is in the results.
-        operands: Where it is in the operands.
-        summed: Whether the op adds up along it, so that a cut leaves partial sums.
+        results: Dimensions of the results along it.
+        operands: Dimensions of the operands along it.
+        summed: Whether the op sums along it, so that sharding leaves partial sums.
     """
 
     results: tuple[At, ...]
@@ -29,10 +29,10 @@ class Axis(NamedTuple):
 
 
 def op_axes(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:
-    """Dimensions of an op's loop nest.
+    """Return the dimensions of an op's loop nest.
 
     Args:
-        op: Any op but loops, branches and calls.
+        op: Any op except loops, branches and calls.
         kinds: Types of its operands.
     """
     rule = _RULES.get(op.opcode)
@@ -46,7 +46,7 @@ def op_axes(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:
 
 
 def is_attention(op: Op) -> bool:
-    """Whether an op is a call of a library's attention."""
+    """Return whether an op is a call of a library's attention."""
     return op.opcode == "custom-call" and "fmha" in str(op.attrs.get("target", ""))
 
 
@@ -88,7 +88,7 @@ def _convolution(op: Op, shapes: Shapes) -> list[Axis]:
     left, _, rest = op.attrs["dim_labels"].partition("_")
     right, _, out = rest.partition("->")
     axes = []
-    # Groups tie channels or batch to the kernel's outputs in blocks: left whole.
+    # Groups tie channels or batch to the kernel's outputs in blocks, so these are not sharded.
     if int(op.attrs.get("batch_group_count", 1)) == 1:
         axes.append(_one(out.index("b"), (0, left.index("b"))))
         if int(op.attrs.get("feature_group_count", 1)) == 1:
@@ -109,7 +109,7 @@ def _reduce(op: Op, shapes: Shapes) -> list[Axis]:
 
 
 def _windowed(op: Op, shapes: Shapes) -> list[Axis]:
-    """Reduction of windows and its gradient: dimensions with windows of one element."""
+    """Return window reductions and their gradients: the dimensions with windows of one element."""
     whole = [d for d, w in enumerate(op.attrs["window"]) if w.size == 1 and w.stride == 1]
     count = 2 if op.opcode == "select-and-scatter" else len(op.results)
     results = range(len(op.results))
@@ -125,7 +125,7 @@ def _broadcast(op: Op, shapes: Shapes) -> list[Axis]:
 
 
 def _reshape(op: Op, shapes: Shapes) -> list[Axis]:
-    """The outermost dimensions of parts of equal size go together; inner ones have no cut."""
+    """Match the outermost dimensions of parts of equal size; inner dimensions are not sharded."""
     axes: list[Axis] = []
     before, after = shapes[0], op.type.shape
     i = j = 0
@@ -171,7 +171,7 @@ def _pad(op: Op, shapes: Shapes) -> list[Axis]:
 
 
 def _update(op: Op, shapes: Shapes) -> list[Axis]:
-    """An update in place; the result keeps the operand's cuts, also along what is updated."""
+    """Return an update in place; the result keeps the operand's shardings in all dimensions."""
     old, new = shapes[0], shapes[1]
     return [_one(d, (0, d), *([(1, d)] if old[d] == new[d] else [])) for d in range(len(old))]
 
@@ -191,7 +191,7 @@ def _gather(op: Op, shapes: Shapes) -> list[Axis]:
     tied = dict(zip(a["start_indices_batching_dims"], batching, strict=True))
     for to, d in zip(places, rows, strict=True):
         axes.append(_one(to, (1, d), *([(0, tied[d])] if d in tied else [])))
-    # A cut table: each device looks up what it has, and the results are added up.
+    # In a sharded table each device looks up its own rows, and the results are summed.
     axes += [_one(None, (0, d), summed=True) for d in a["collapsed_slice_dims"]]
     return axes
 
@@ -244,6 +244,6 @@ _RULES: dict[str, Callable[[Op, Shapes], list[Axis]]] = by_op(
         "scatter": _scatter,
     }
 )
-#: Ops that mix all elements along dimensions that their types do not show. A call of a library is
-#: not cut by XLA's partitioner either, with few exceptions; attention is cut here.
+#: Ops that mix all elements along dimensions that their types do not show. XLA's partitioner does
+#: not shard library calls either, with few exceptions; attention is sharded here.
 OPAQUE = ops_with(lambda spec: spec.reads == "all" and not spec.elementwise) - {*_RULES}

@@ -1,8 +1,8 @@
-"""Pipelines: a step in stages of layers, which micro-batches go through one after the other.
+"""Pipelines: a step split into stages of layers, through which micro-batches pass.
 
-Each stage is a program of its own, for one micro-batch, over its own devices. What it takes is
-composed as 1F1B orders micro-batches (``simulate/step/pipeline.py``), with the sends between
-stages; the optimiser, and gradients that are all-reduced, come once.
+Each stage is a separate program, for one micro-batch, on its own devices. Their times are composed
+by the 1F1B schedule (``simulate/step/pipeline.py``), with transfers between stages; the optimizer,
+and all-reduces of gradients, run once per step.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .program import PlannedProgram
 from .space import UNCHANGED, Change, Plan
 from .stages import SCHEDULE, StagedProgram, staged_program
 
-#: Micro-batches for each stage. Engineering choice: with four the bubble is a fifth of the time at
-#: most, and with more the kernels get small.
+#: Micro-batches per stage to try. Engineering choice: with four, the bubble is at most a fifth of
+#: the time, and with more the kernels get small.
 _MICRO_PER_STAGE = (1, 2, 4)
-#: What stages are screened with, by stage and pass.
+#: Sheets for screening stages, by stage and phase.
 StageSheets = Mapping[tuple[int, str], Sheet]
 
 
 class StageSeconds(NamedTuple):
-    """What a stage takes.
+    """Times of a stage.
 
     Attributes:
-        forward: Seconds of a micro-batch.
+        forward: Seconds of a micro-batch's forward pass.
         backward: Seconds of its backward pass.
-        once: Seconds of a step behind the last micro-batch.
+        once: Seconds per step after the last micro-batch.
     """
 
     forward: float
@@ -53,16 +53,16 @@ class StageSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of one micro-batch and what comes once: a run of the stage's program."""
+        """Seconds of one micro-batch and the work per step: a run of the stage's program."""
         return sum(self)
 
 
 class Sends(NamedTuple):
-    """What a stage hands to others.
+    """Times of transfers between stages.
 
     Attributes:
         hop: Seconds of a micro-batch from one stage to the next.
-        once: Seconds of a step for what is sent once, such as sums over all gradients.
+        once: Seconds of transfers once per step, such as sums over all gradients.
     """
 
     hop: float
@@ -70,11 +70,11 @@ class Sends(NamedTuple):
 
 
 def compose(stages: Sequence[StageSeconds], sends: Sends, micro: int) -> StepTime:
-    """Time of a step whose micro-batches go through stages as 1F1B orders them.
+    """Return the time of a step whose micro-batches pass through stages by 1F1B.
 
     Args:
-        stages: What each stage takes.
-        sends: What transfers between stages take.
+        stages: Times of the stages.
+        sends: Times of transfers between stages.
         micro: Number of micro-batches.
     """
     plan = StepPlan(pp=len(stages), microbatches=micro, schedule=SCHEDULE)
@@ -86,10 +86,10 @@ def compose(stages: Sequence[StageSeconds], sends: Sends, micro: int) -> StepTim
 
 
 def stage_sheets(staged: StagedProgram, sheet: Sheet) -> dict[tuple[int, str], Sheet]:
-    """A sheet of the step by stage and pass: forward, backward, and what comes once."""
+    """Split the sheet of a step by stage and phase: forward, backward, and once per step."""
     count = len(staged.cut.stages)
     kinds = ("forward", "backward", "once")
-    # Gathers of parameters and the state's memory are counted once.
+    # Gathers of parameters, and memory of the state, are attributed to one phase.
     parts = {
         (n, kind): staged.held(n) if kind == "backward" else []
         for n in range(count)
@@ -106,7 +106,7 @@ def stage_sheets(staged: StagedProgram, sheet: Sheet) -> dict[tuple[int, str], S
 def _stage_costs(
     staged: StagedProgram, sheets: StageSheets, plan: Plan
 ) -> list[tuple[StageSeconds, float]]:
-    """What each stage takes and needs by our own reckoning; equal ones are reckoned once."""
+    """Return the screened times and memory of each stage; equal stages are computed once."""
     inside, last = plan.inside, plan.stages - 1
     known: dict[tuple[int, bool, bool], tuple[StageSeconds, float]] = {}
     found = []
@@ -121,10 +121,10 @@ def _stage_costs(
         first = forward.compute + forward.waiting
         later = backward.compute + backward.waiting
         tail = once.compute + once.waiting
-        # Collectives that could hide but have too little to hide behind.
+        # Overlappable collectives beyond what the computation can hide.
         rest = sum(own.seconds - own.compute - own.waiting for own in (forward, backward, once))
         if "fsdp" in inside.sizes:
-            later += rest  # gathers and scatters of each micro-batch
+            later += rest  # gathers and scatters per micro-batch
         else:
             tail += rest
         known[kind] = StageSeconds(first, later, tail), backward.memory
@@ -133,10 +133,10 @@ def _stage_costs(
 
 
 def _sends(staged: StagedProgram, plan: Plan, cluster: Cluster, side: int = 0) -> Sends:
-    """What transfers between stages take; at ``side`` 1 and 2 the ends of the interval."""
+    """Return the times of transfers between stages; ``side`` 1 and 2 select interval bounds."""
 
     def seconds(pair: tuple[int, int], sent: float) -> float:
-        # All devices of a stage send at once, each to its own of the other stage.
+        # All devices of a stage send at the same time, each to its peer.
         ranks = sorted(n * plan.inside.devices for n in pair)
         return xla_time("send_recv", float(round(sent)), ranks, cluster)[side]
 
@@ -144,7 +144,7 @@ def _sends(staged: StagedProgram, plan: Plan, cluster: Cluster, side: int = 0) -
     hop = max((seconds(pair, sent) for pair, sent in each.items()), default=0.0)
     ways: dict[bool, float] = defaultdict(float)
     for pair, sent in once.items():
-        # Sums go to one stage, and from there to the others.
+        # Sums go to one stage, and updated values back to the others.
         ways[pair[0] < pair[1]] = max(ways[pair[0] < pair[1]], seconds(pair, sent))
     return Sends(hop, sum(ways.values()))
 
@@ -152,7 +152,7 @@ def _sends(staged: StagedProgram, plan: Plan, cluster: Cluster, side: int = 0) -
 def screen_pipeline(
     staged: StagedProgram, sheets: StageSheets, plan: Plan, cluster: Cluster
 ) -> Screened:
-    """Reckon the time and memory of a plan."""
+    """Estimate the time and memory of a plan."""
     costs = _stage_costs(staged, sheets, plan)
     seconds = [own for own, _ in costs]
     made = compose(seconds, _sends(staged, plan, cluster), plan.change.micro)
@@ -161,7 +161,7 @@ def screen_pipeline(
 
 
 class Pipelines:
-    """A program in stages, in every way that was asked for.
+    """A program split into stages, for all requested numbers of stages and changes.
 
     Args:
         program: The whole step.
@@ -175,10 +175,10 @@ class Pipelines:
         self._made: dict[tuple[int, Change], tuple[StagedProgram, StageSheets]] = {}
 
     def of(self, plan: Plan) -> tuple[StagedProgram, StageSheets]:
-        """The stages of a plan, and what they are screened with.
+        """Return the stages of a plan, and their sheets for screening.
 
         Raises:
-            PlanError: The program cannot be cut so.
+            PlanError: The program cannot be split like this.
         """
         change = plan.change
         key = plan.stages, change
@@ -191,27 +191,27 @@ class Pipelines:
         return self._made[key]
 
     def screened(self, remat: int, micro: int | None, axes: Sequence[str]) -> list[Screened]:
-        """Reckon the cost of all plans with stages over the whole cluster.
+        """Screen all plans with stages over the whole cluster.
 
         Args:
-            remat: Layers to compute again.
+            remat: Number of layers to recompute.
             micro: Number of micro-batches; ``None`` to search.
-            axes: Axes to use inside of stages.
+            axes: Axes to use inside stages.
 
         Raises:
-            PlanError: There is none.
+            PlanError: There is no such plan.
         """
         total, rows = self.cluster.size, self.program.rows
         layers = self.program.layers.count if self.program.layers else 0
         if layers < 2:
-            staged_program(self.program, 2, UNCHANGED)  # says why not
+            staged_program(self.program, 2, UNCHANGED)  # raises with the reason
         found = []
         for stages in range(2, min(total, layers) + 1):
             if total % stages:
                 continue
             each = total // stages
             for parts in [micro] if micro else [k * stages for k in _MICRO_PER_STAGE]:
-                # Of a single row it cannot be told which dimensions are the batch.
+                # With a single row, the batch dimensions cannot be identified.
                 if parts < 2 or rows % parts or rows == parts:
                     continue
                 change = Change(remat, parts)
@@ -222,10 +222,10 @@ class Pipelines:
                     found.append(screen_pipeline(staged, sheets, plan, self.cluster))
         if not found:
             raise PlanError(
-                f"no pipeline: a batch of {rows} rows cannot be cut into micro-batches of two rows "
-                "and more, as many as stages, and what the other axes divide",
+                f"no pipeline: a batch of {rows} rows cannot be split into micro-batches of at "
+                "least two rows, as many as stages, and divisible by the other axes",
                 where="--axes",
-                hint="a larger batch, fewer devices or other --micro-batches may do",
+                hint="try a larger batch, fewer devices or other --micro-batches",
             )
         return found
 
@@ -238,16 +238,16 @@ def pipeline_row(
     rows: Sequence[PlanRow],
     memory: float,
 ) -> PlanRow:
-    """The row of a plan from those of its stages' programs.
+    """Combine the rows of a plan's stages into the row of the plan.
 
     Args:
-        staged: The step in stages.
-        sheets: Parts of the sheet: which part of a stage's program is forward, and which comes
-            once, is taken from our own reckoning.
+        staged: The step split into stages.
+        sheets: Sheets of the stages, which give the split of each stage's time into forward,
+            backward and once.
         plan: The plan.
         cluster: The cluster.
         rows: The row of each stage's program.
-        memory: Bytes that a device may use; 0 if not known.
+        memory: Bytes that may be used per device; 0 if unknown.
     """
     for stage, row in enumerate(rows):
         if row.error:
@@ -267,7 +267,7 @@ def pipeline_row(
     widths = []
     ends = [row.lo_us for row in stages], [row.hi_us for row in stages]
     for side, times in enumerate(ends, 1):
-        # All stages err alike, as their kernels do; transfers and composition for themselves.
+        # Kernel errors are common to all stages; those of transfers and composition independent.
         kernels = compose(split(times), sends, micro).total - made.total
         wire = compose(seconds, _sends(staged, plan, cluster, side), micro).total - made.total
         widths.append(hypot(kernels, wire, COMPOSITION_ERROR * made.total))
@@ -275,7 +275,7 @@ def pipeline_row(
     needs = [
         row.memory_bytes_per_device + staged.more_memory(n, plan) for n, row in enumerate(stages)
     ]
-    # Runs of each stage's program to which its time in a step amounts.
+    # Executions of each stage's program that its time in a step is equivalent to.
     runs = [(micro * (own.forward + own.backward) + own.once) / own.total for own in seconds]
     worst, most = stages[made.worst], runs[made.worst]
     joules = [

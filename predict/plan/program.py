@@ -1,4 +1,4 @@
-"""A program as the planner sees it, and the same program with a plan's shardings written in."""
+"""A program to plan, and the same program annotated with a plan's shardings."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from ...simulate.clusters.topology import Cluster
     from ..program.predictor import Predictor
 
-#: How one dimension after the other of an array is cut: the axes of each.
+#: Sharding of an array: the axes of each dimension.
 Spec = tuple[tuple[str, ...], ...]
 
 
 @dataclass
 class PlannedProgram:
-    """A program of one device and what may be cut in it.
+    """A program for one device, and what may be sharded in it.
 
     Attributes:
-        source: The program, its calls inlined and without shardings.
-        found: Its dimensions.
-        arguments: Its arguments.
-        space: What may be cut.
-        given: The program as it came, if it brought shardings.
-        note: What is not taken of its shardings; empty for nothing.
-        batch: The batch dimension by name or number of an argument; ``None`` if it was found.
-        change: How it was changed from the program that was given.
-        layers_at: Source line of the first op of its rematerialised layers; empty for none.
+        source: The program, with calls inlined and without shardings.
+        found: Dimensions of the program.
+        arguments: Arguments of the program.
+        space: Dimensions that may be sharded.
+        given: The original program, if it had shardings.
+        note: Which of its shardings are ignored; empty for none.
+        batch: Batch dimension by name or number of an argument; ``None`` if it was detected.
+        change: Changes from the given program.
+        layers_at: Source line of the first op of the rematerialized layers; empty for none.
     """
 
     source: SourceProgram
@@ -72,16 +72,16 @@ class PlannedProgram:
 
     @cached_property
     def layers(self) -> Layers | None:
-        """The equal layers of its forward pass; ``None`` if there are none."""
+        """The equal layers of the forward pass; ``None`` if there are none."""
         from ...features.lowering.repeated_layers.remat import layers_of
 
         return layers_of(self.source.module)
 
     def changed(self, change: Change) -> PlannedProgram:
-        """The program with rematerialised layers, and in micro-batches.
+        """Return the program with rematerialized layers, and in micro-batches.
 
         Raises:
-            PlanError: It has no such layers, or micro-batches would be another program.
+            PlanError: It has no such layers, or micro-batches would compute something else.
         """
         if change == self.change:
             return self
@@ -104,8 +104,8 @@ class PlannedProgram:
                     else "nothing can be rematerialised: no equal layers with a backward pass were "
                     "found",
                     where="--remat",
-                    hint="layers are found where they are written one after the other, not in a "
-                    "loop (scan); jax.checkpoint in the program works for any",
+                    hint="layers are found only if they are unrolled, not in a loop (scan); "
+                    "jax.checkpoint in the program works in either case",
                 )
             assert self.layers is not None
             module = rematerialised(self.source.module, self.layers, change.remat)
@@ -114,9 +114,9 @@ class PlannedProgram:
         if change.micro > 1:
             if change.micro * 2 > self.rows:
                 raise PlanError(
-                    f"{change.micro} micro-batches of a batch of {self.rows} leave nothing to cut",
+                    f"{change.micro} micro-batches of {self.rows} rows leave nothing to shard",
                     where="--micro-batches",
-                    hint="each must have a row for each of two devices; or give 1",
+                    hint="each needs at least two rows; or give 1",
                 )
             module = made._divided(in_micro_batches, change.micro)
             made = made._with(module, change)
@@ -124,15 +124,15 @@ class PlannedProgram:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the batch: what divides those of all its arguments."""
+        """Rows of the batch: the greatest common divisor over its arguments."""
         return gcd(*(own.type.shape[own.batch] for own in self.arguments if own.role == "batch"))
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """What is done for each micro-batch.
+        """The ops that run for each micro-batch.
 
         Raises:
-            PlanError: Micro-batches would be another program.
+            PlanError: Micro-batches would compute something else.
         """
         return accumulation_of(self.source.program, self.found, self.arguments)
 
@@ -143,16 +143,16 @@ class PlannedProgram:
             return divide(self.source.module, self.accumulation, parts)
         except ValueError as error:
             raise PlanError(
-                f"the step cannot be done in micro-batches: {error}",
+                f"the step cannot be split into micro-batches: {error}",
                 where="--micro-batches",
-                hint="a number that divides the batch, or 1",
+                hint="give a number that divides the batch, or 1",
             ) from None
 
     def micro_batch(self, parts: int) -> PlannedProgram:
-        """The step for one of equal parts of its batch, its ops numbered alike.
+        """Return the step for one of several equal parts of the batch, with the same op numbers.
 
         Raises:
-            PlanError: Micro-batches would be another program.
+            PlanError: Micro-batches would compute something else.
         """
         from ...features.ir.mlir.micro_batches import one_micro_batch
 
@@ -161,7 +161,7 @@ class PlannedProgram:
         return self._parts[parts]
 
     def line_of(self, position: int) -> str:
-        """Source line of an op of ``main``, counted from 0; empty if it is not known."""
+        """Return the source line of an op of ``main``, counted from 0; empty if unknown."""
         from ...features.ir.mlir.locations import user_line
         from ...features.lowering.repeated_layers.mlir_excise import main_function
 
@@ -180,12 +180,12 @@ class PlannedProgram:
     def sheet(
         self, cluster: Cluster, predictor: Predictor, plain: PlannedProgram | None = None
     ) -> Sheet:
-        """Sum the program up for screening.
+        """Summarize the program for screening.
 
         Args:
-            cluster: Its cluster.
+            cluster: The cluster.
             predictor: Predicts the kernels of one device.
-            plain: The program without rematerialisation, if this one has it.
+            plain: The program without rematerialization, if this one has it.
         """
         made = Sheet(
             self.source,
@@ -197,14 +197,14 @@ class PlannedProgram:
             self.change.micro,
         )
         if plain is not None:
-            # The lowering ``fused`` orders what is computed again as it likes, so that its own
-            # memory says nothing; the order of the program's ops does.
+            # The lowering ``fused`` may reorder recomputed ops, so its memory profile does not
+            # apply; the order of the program's ops does.
             share = activation_bytes(self) / max(activation_bytes(plain), 1.0)
             made.activations = share * plain.sheet(cluster, predictor).activations
         return made
 
     def argument_spec(self, own: Argument, plan: Plan) -> Spec:
-        """How an argument lies between steps under a plan."""
+        """Return the sharding of an argument between steps under a plan."""
         cuts, sizes = self.space.cuts(plan), plan.sizes
         cut = list(assign(own.classes, cuts))
         extra = fsdp_dimension(own, cuts, sizes)
@@ -213,12 +213,12 @@ class PlannedProgram:
         return tuple(cut)
 
     def annotated(self, plan: Plan) -> bytes:
-        """The program with a plan's shardings, in GSPMD's form, as MLIR bytecode.
+        """Return the program with a plan's GSPMD shardings, as MLIR bytecode.
 
-        Arguments, and the results that take their places, are cut as the plan says, the other
-        results as their dimensions are. Parameters
-        that ``fsdp`` cuts are gathered where they are used, and results of products with the batch
-        keep their cuts, since XLA's partitioner otherwise chooses by operand sizes.
+        Arguments, and results that replace them, are sharded as the plan specifies, other results
+        by their dimensions. Parameters sharded by ``fsdp`` are gathered before use. Results of
+        products with the batch are constrained, since XLA's partitioner otherwise chooses by
+        operand sizes.
         """
         from ...features.ir.mlir.bindings import write_bytecode
         from ...features.ir.mlir.shardings import constrained, with_shardings
@@ -242,7 +242,7 @@ class PlannedProgram:
 
     @cached_property
     def kept_twice(self) -> int:
-        """Bytes of parameters and state whose updates are results, but do not take their place."""
+        """Bytes of parameters and state with updates that are separate results (not donated)."""
         taken = {own.output for own in self.arguments}
         kept = (a for a in self.arguments if a.role in ("parameter", "state"))
         left = [own.type for own in kept if own.output < 0]
@@ -256,7 +256,7 @@ class PlannedProgram:
         return total
 
     def result_specs(self, plan: Plan) -> list[Spec]:
-        """How results lie: updated state, donated or not, as it came."""
+        """Return the shardings of results; updated state has that of its argument."""
         entry, cuts = self.source.program.entry_computation, self.space.cuts(plan)
         root = entry.root_op
         places = root.operands if root.opcode == "tuple" else (entry.root,)
@@ -275,7 +275,7 @@ class PlannedProgram:
         return specs
 
     def calls(self, plan: Plan) -> dict[int, CallSplit]:
-        """How calls of attention are cut, by the numbers of the ops."""
+        """Return the shardings of attention calls, by the numbers of the ops."""
         cuts, found = self.space.cuts(plan), {}
         for step in self.found.steps:
             if is_attention(step.op) and step.axes and step.op.source is not None:
@@ -290,7 +290,7 @@ class PlannedProgram:
         return found
 
     def constraints(self, plan: Plan) -> tuple[dict[tuple[int, int], Spec], dict[int, Spec]]:
-        """Cuts of operands and results by the numbers of the ops."""
+        """Return the shardings of operands and of results, by the numbers of the ops."""
         cuts: Cuts = self.space.cuts(plan)
         operands: dict[tuple[int, int], Spec] = {}
         for own in self.arguments:
@@ -300,7 +300,7 @@ class PlannedProgram:
                 if use.step.op.source is not None:
                     value = use.step.operands[use.operand]
                     cut = assign(self.found.value_classes(value), cuts)
-                    # A function that is called again has one place for all calls.
+                    # All calls of a function share the same op.
                     operands.setdefault((use.step.op.source.index, use.operand), cut)
         results: dict[int, Spec] = {}
         for step in self.found.steps:
@@ -311,7 +311,7 @@ class PlannedProgram:
         return operands, results
 
     def lines(self, plan: Plan) -> dict[str, Spec]:
-        """Cuts of products' results by source line, where a program of JAX would state them."""
+        """Return shardings of products' results by source line, where JAX code would state them."""
         found: dict[str, Spec] = {}
         by_index = {s.op.source.index: s.op.source for s in self.found.steps if s.op.source}
         for number, cut in self.constraints(plan)[1].items():
@@ -327,10 +327,10 @@ def read_planned(
     """Read a program for planning.
 
     Args:
-        program: Whatever :func:`read_program` takes. Shardings of its own are the starting point:
-            the plan is compared with them.
-        batch: The batch dimension by name or number of an argument; ``None`` to find it.
-        platform: What a function is lowered for.
+        program: Any input of :func:`read_program`. If it has shardings, the plan is compared with
+            them.
+        batch: Batch dimension by name or number of an argument; ``None`` to detect it.
+        platform: Platform that a function is lowered for.
 
     Raises:
         ProgramError: The program has collectives already, or its batch is unknown.
@@ -349,7 +349,7 @@ def read_planned(
         raise ProgramError(
             "the program is compiled or has collectives already, so it cannot be planned",
             where=source.origin,
-            hint="give it as it is written for one device, or with shardings only",
+            hint="give the program for one device, or with shardings only",
         )
     read, devices, note = source.program, annotated_devices(source), ""
     of_hlo, split = source.kind == "hlo", prod(header_counts(source)) > 1
@@ -357,8 +357,8 @@ def read_planned(
     given = source if split and devices > 1 else None
     if devices > 1 and not split:
         note = (
-            f"its own shardings over {devices} devices are not compared: its header sets one "
-            "partition, as which they have no effect"
+            f"its own shardings over {devices} devices are ignored: with one partition in its "
+            "header they have no effect"
         )
     module = without_empty_meshes(source.module)
     if of_hlo:
@@ -369,8 +369,8 @@ def read_planned(
         raise ProgramError(
             str(error),
             where=source.origin,
-            hint="give the function without shard_map, or the program that was planned; opcast "
-            "predict --cluster takes it as it is",
+            hint="give the function without shard_map, or the unplanned program; opcast "
+            "predict --cluster accepts it as it is",
         ) from None
     made = _planned(module, source, argument_names(source.module), batch)
     made.given, made.note = given, note
@@ -378,7 +378,7 @@ def read_planned(
 
 
 def activation_bytes(program: PlannedProgram) -> float:
-    """Most bytes in use beside arguments and results, if ops ran in the program's order."""
+    """Return the peak bytes besides arguments and results, with ops in the program's order."""
     profile = memory_over_time(program.source.program)
     return max(profile.bytes, default=profile.resident) - profile.resident
 

@@ -1,7 +1,7 @@
-"""The search: screen all plans, compile the best ones, keep what is known.
+"""The search: screen all plans, compile the best ones, and store the results.
 
-Compiled plans are rows of ``plan.json`` in the folder of results, and compiled modules are in the
-cache of lowerings, so a search that was stopped continues where it was.
+Compiled plans are rows of ``plan.json`` in the results folder, and compiled modules are in the
+lowering cache, so that an interrupted search can be resumed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .pipeline import Pipelines, pipeline_row
 from .program import PlannedProgram
 from .space import Change, Plan
 
-#: Least seconds of the first compilation, without which there is no answer.
+#: Minimum seconds for the first compilation, without which there is no answer.
 _LEAST_S = 30.0
-#: Most micro-batches that are looked for. Engineering choice: a plan that needs more is better off
-#: with more devices; ``micro`` takes any number.
+#: Maximum micro-batches to search. Engineering choice: a plan that needs more is better off with
+#: more devices; ``--micro-batches`` takes any number.
 _MOST_MICRO = 16
 _PLANS = "plan.json"
 
-#: What stands for a plan in the row of a program with its own shardings.
+#: Name of the row of a program with its own shardings.
 AS_GIVEN = "as given"
-#: What stands for a plan in the row of the program on a single device.
+#: Name of the row of the program on a single device.
 ONE_DEVICE = "one device"
 
 
@@ -58,19 +58,19 @@ class PlanSearch:
 
     Attributes:
         program: The program.
-        case: What was asked.
-        cluster: Its cluster.
-        pipelines: Whether to search pipelines; ``None`` where there are several boxes, or nothing
+        case: Settings of the search.
+        cluster: The cluster.
+        pipelines: Whether to search pipelines; ``None`` to do so with several nodes or if nothing
             else may fit.
-        memory: Bytes that a device may use; before the screening 0 for the device's own.
-        screened: All plans by our own reckoning, the fastest first.
-        rows: What was compiled, by key.
-        stages: What was compiled of stages of pipelines, by key.
-        left: Chosen plans that the search ended before, of ``wanted``.
-        stopped: Whether Ctrl-C ended it.
-        refused: Why the program cannot be changed in a way that was looked for.
-        missing: Axes of the mesh that screened plans have, and no compiled one.
-        started: When the search began, on the clock of ``time.monotonic``.
+        memory: Bytes that may be used per device; 0 before the screening for the device's own.
+        screened: All plans with screened costs, the fastest first.
+        rows: Compiled plans, by key.
+        stages: Compiled stages of pipelines, by key.
+        left: Chosen plans that were not compiled, of ``wanted``.
+        stopped: Whether Ctrl-C ended the search.
+        refused: Reasons why the program cannot be changed in some way.
+        missing: Mesh axes that occur in screened plans, but in no compiled one.
+        started: Start of the search on the clock of ``time.monotonic``.
     """
 
     program: PlannedProgram
@@ -90,27 +90,27 @@ class PlanSearch:
     _longest_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        """Take what was asked where the search finds it otherwise."""
+        """Initialize the fields that depend on the settings."""
         self.cluster = find_cluster(self.case.cluster)
         self.memory = self.case.memory
         self.pipelines = self.case.pipelines
 
     def screen(self) -> Sheet:
-        """Reckon the cost of all plans over the cluster's devices and over fewer of them.
+        """Screen all plans over the cluster's devices and over fewer of them.
 
-        Rematerialisation and micro-batches cost time, so they are looked at where the fastest plan
-        without them may not fit.
+        Rematerialization and micro-batches cost time, so they are only considered if the fastest
+        plan without them may not fit.
 
         Returns:
-            What the plans of the first change were reckoned with: of none, if none was asked for.
+            The sheet that plans of the first change (without a request: none) were screened with.
 
         Raises:
             PlanError: No mesh of two devices divides the program's sizes, or the program cannot be
-                changed as was asked for.
+                changed as requested.
         """
         remat = self.case.layers or 0
         if remat < 0:
-            # One, if there are none: the refusal says why.
+            # Without equal layers use 1: the refusal gives the reason.
             remat = self.program.layers.count if self.program.layers else 1
         first = Change(remat, self.case.parts or 1)
         sheet = self._screen(first)
@@ -125,7 +125,7 @@ class PlanSearch:
         return sheet
 
     def _screen_pipelines(self, remat: int) -> None:
-        """Look at stages of layers, with micro-batches of ever fewer rows."""
+        """Screen pipelines, with ever smaller micro-batches."""
         own = self.pipelines_of
         try:
             self._add(own.screened(remat, self.case.parts, self.case.used_axes))
@@ -140,17 +140,17 @@ class PlanSearch:
 
     @cached_property
     def pipelines_of(self) -> Pipelines:
-        """The program in stages."""
+        """The program split into stages."""
         return Pipelines(self.program, self.cluster, loaded(self.case.model))
 
     def planned(self, plan: Plan) -> PlannedProgram:
-        """The program that a plan's other axes cut: of a pipeline, a micro-batch."""
+        """Return the program that a plan's other axes shard; for a pipeline one micro-batch."""
         if plan.stages > 1:
             return self.pipelines_of.of(plan)[0].program
         return self.program.changed(plan.change)
 
     def _screen_changes(self, first: Change) -> None:
-        """Look for changes that need less memory: layers again, then ever smaller micro-batches."""
+        """Screen changes that need less memory: rematerialization, then ever more micro-batches."""
         remats = [first.remat]
         if self.case.layers is None:
             layers = self.program.layers
@@ -177,7 +177,7 @@ class PlanSearch:
             micro *= 2
 
     def _fits(self, screened: Sequence[Screened]) -> bool:
-        """Whether the fastest plan over all devices fits by our own reckoning."""
+        """Return whether the fastest plan over all devices fits by the screening."""
         full = [s for s in screened if s.plan.devices == self.cluster.size] or list(screened)
         return not full or min(full, key=lambda s: s.seconds).memory <= self.memory
 
@@ -191,7 +191,7 @@ class PlanSearch:
         count = self.cluster.size
         while count > 1:
             plans += program.space.plans(count, self.case.used_axes, inside)
-            # Halves: boxes have powers of two devices, or few odd ones.
+            # Halves: nodes have a power of two of devices, or a small odd number.
             count = count // 2 if count % 2 == 0 else 1
         if not plans and not self.screened and self.pipelines is False:
             raise self._nothing()
@@ -204,15 +204,15 @@ class PlanSearch:
         return PlanError(
             f"no mesh of {self.cluster.size} devices divides the program's sizes{told}",
             where=self.program.source.origin,
-            hint=f"its axes are {known}; a larger batch, fewer devices or other --axes may fit",
+            hint=f"its axes are {known}; try a larger batch, fewer devices or other --axes",
         )
 
     def chosen(self, most: int) -> list[Plan]:
-        """Plans that are worth compiling, at most so many, in order."""
+        """Return the plans worth compiling, in order."""
         return chosen(self.screened, most, self.cluster.size, self.memory)
 
     def key(self, plan: Plan | str) -> str:
-        """Name of a plan's files: by the program, the plan and what it is for."""
+        """Return the key of a plan's results: a digest of program, plan and settings."""
         return self._named(f"{self.program.source.content_hash} {plan}")
 
     def _named(self, text: str) -> str:
@@ -221,18 +221,18 @@ class PlanSearch:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the budget that are left."""
+        """Remaining seconds of the budget."""
         return self.case.budget_s - (time.monotonic() - self.started)
 
     def _has_time(self) -> bool:
-        """Whether what is begun now will end in time, as far as what was compiled before tells."""
+        """Return whether a compilation would finish in time, judging by earlier ones."""
         if self.stopped or self.case.budget_s <= 0:
             return False
-        # The first is compiled however long reading and screening took: without it no answer.
+        # The first plan is compiled in any case: without it there is no answer.
         return not self._longest_s or self.left_s > self._longest_s
 
     def compile_alone(self) -> CompiledPlan | None:
-        """The row of the program as it is on one device; ``None`` if it does not fit there.
+        """Return the row of the program on one device; ``None`` if it does not fit there.
 
         Raises:
             DatasetError: The folder's results cannot be read.
@@ -248,7 +248,7 @@ class PlanSearch:
             except KeyboardInterrupt:
                 self.stopped = True
                 return None
-            # Its plan is empty: changes are left out, as it is the comparison.
+            # The row has an empty plan: the unchanged program is the reference.
             self.rows[key] = replace(made, name=ONE_DEVICE, key=key)
             self._save()
         row = self.rows.get(key)
@@ -260,16 +260,16 @@ class PlanSearch:
     def compile(
         self, plans: Sequence[Plan], progress: Callable[[int, int], None] | None = None
     ) -> list[PlanRow]:
-        """Compile plans that have no row yet, as many as the budget allows; returns all rows.
+        """Compile plans without a row, as many as the budget allows; return all rows.
 
-        Ctrl-C ends it early and keeps what is known; ``left`` are not.
+        Ctrl-C ends it early and keeps the results so far; ``left`` counts the missing plans.
 
         Raises:
             DatasetError: The folder's results cannot be read.
         """
         self._load()
         given = self.program.given
-        # A plan of no mesh stands for the shardings that the program brought.
+        # A plan without a mesh represents the program's own shardings.
         every = [*plans, Plan()] if given is not None else plans
         by_key = {self.key(plan): plan for plan in every}
         left = {key: plan for key, plan in by_key.items() if key not in self.rows}
@@ -299,7 +299,7 @@ class PlanSearch:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds that what is begun now may take."""
+        """Time limit in seconds of a compilation started now."""
         return max(self.left_s, 0.0 if self._longest_s else _LEAST_S)
 
     def _job(self, *, several: bool) -> PlanJob:
@@ -311,7 +311,7 @@ class PlanSearch:
         return alone(self.cluster)
 
     def _made(self, plans: Mapping[str, Plan]) -> Iterator[PlanRow]:
-        """Rows of plans as they come: a pipeline's when all its stages are there."""
+        """Yield rows of plans as they are ready; a pipeline's when all its stages are."""
         waiting: dict[str, list[str]] = {}
         for row in self._judged(self._programs(plans, waiting)):
             if row.key in plans:
@@ -324,10 +324,10 @@ class PlanSearch:
     def _programs(
         self, plans: Mapping[str, Plan], waiting: dict[str, list[str]]
     ) -> Iterator[tuple[bool, Annotated]]:
-        """Programs to compile and whether each is for several devices, in the plans' order.
+        """Yield programs to compile, and whether each is for several devices, in plan order.
 
-        Made one by one, as the budget allows. Stages that a pipeline's row needs are entered in
-        ``waiting``; equal ones, of other plans as well, are compiled once.
+        They are made lazily, as the budget allows. Stages that a pipeline's row needs are added to
+        ``waiting``; equal stages, also of other plans, are compiled once.
         """
         given = {name for names in waiting.values() for name in names}
         for key, plan in plans.items():
@@ -339,13 +339,13 @@ class PlanSearch:
             for name, own in zip(waiting[key], parts, strict=True):
                 if name not in self.stages and name not in given:
                     given.add(name)
-                    # Programs of stages on one device are for a cluster of one.
+                    # Programs of stages on one device need a cluster of one device.
                     yield bool(own.several), (name, own.data)
 
     def _staged(
         self, plans: Mapping[str, Plan], waiting: dict[str, list[str]]
     ) -> Iterator[PlanRow]:
-        """Rows of pipelines whose stages are all there; they no longer wait."""
+        """Yield rows of pipelines with all stages compiled, and remove them from ``waiting``."""
         ready = [key for key, names in waiting.items() if all(n in self.stages for n in names)]
         for key in ready:
             plan = plans[key]
@@ -362,7 +362,7 @@ class PlanSearch:
         return self.program.changed(plan.change).annotated(plan)
 
     def _judged(self, programs: Iterator[tuple[bool, Annotated]]) -> Iterator[PlanRow]:
-        """Rows as they come; pieces are handed out as long as there is time."""
+        """Yield rows as they are ready; programs are handed out while there is time."""
         workers, ray = self.case.workers, self.case.ray
         size = None if ray or self.case.budget_s == inf else max(workers, 1)
         while self._has_time():
@@ -382,11 +382,13 @@ class PlanSearch:
             return
         data = read_json(path)
         for name, known in (("rows", self.rows), ("stages", self.stages)):
-            # What failed is tried again: a time limit may have been the reason.
+            # Failed plans are tried again: the reason may have been a time limit.
             told = {k: row for k, row in data.get(name, {}).items() if not row["error"]}
             if told and data["program"] != self.program.source.content_hash:
                 raise DatasetError(
-                    "holds plans of another program", where=str(path), hint="give another folder"
+                    "the folder holds plans of another program",
+                    where=str(path),
+                    hint="use another folder",
                 )
             known |= {key: CompiledPlan.from_dict(row) for key, row in told.items()}
 

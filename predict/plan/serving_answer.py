@@ -1,4 +1,4 @@
-"""What a search of deployments found: the best under an SLO, why it is, and what comes nearest."""
+"""Result of a search of deployments: the best under an SLO and why, or the nearest miss."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..cluster.serving_prediction import ServingPrediction
 from ..cluster.serving_run import Simulated
 from ..sweep.space import undominated
 
-#: Percentile of the latencies that has to keep the SLO.
+#: Percentile of the latencies that has to meet the SLO.
 PERCENTILE = 90
-#: Throughputs that differ by less are taken for equal.
+#: Relative difference below which two throughputs are considered equal.
 TIE = 0.01
-#: Chance from which a deployment counts as sure to keep the SLO: the upper ends of its 90 %
-#: intervals keep it; and by how much another one has to be likelier to be named.
+#: Probability from which a deployment surely meets the SLO (the upper bounds of its 90 % intervals
+#: meet it), and the advantage in probability from which another one is reported.
 SURE, CLEARLY = 0.95, 0.1
 
 
@@ -32,13 +32,13 @@ SURE, CLEARLY = 0.95, 0.1
 class Planned:
     """A simulated deployment.
 
-    Its intervals take three further runs, which are made where they are asked for: what cannot win
-    by its estimate is not judged.
+    The intervals need three further simulations, which are run on demand: a deployment that cannot
+    win by its estimate needs none.
 
     Attributes:
-        found: What it does, by estimate.
-        predictor: Judges it.
-        slo: What requests have to keep.
+        found: The simulated run.
+        predictor: Predictor that adds intervals.
+        slo: Latency limits.
     """
 
     found: Simulated
@@ -47,27 +47,27 @@ class Planned:
 
     @property
     def deployment(self) -> Deployment:
-        """What serves."""
+        """The deployment as given."""
         return self.found.asked
 
     @cached_property
     def prediction(self) -> ServingPrediction:
-        """What it does, with 90 % intervals."""
+        """The prediction with 90 % intervals."""
         return self.predictor.judge(self.found, self.slo)
 
     @property
     def screened(self) -> bool:
-        """Whether nobody asked for its intervals, as of those that cannot win by their estimate."""
+        """Whether no intervals were computed, since it cannot win by its estimate."""
         return "prediction" not in self.__dict__
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Output tokens a second and device."""
+        """Output tokens per second and device."""
         return 1.0 / self.found.seconds("per_token") / self.deployment.devices
 
     @property
     def good(self) -> float:
-        """Share of the requests that keep the SLO."""
+        """Share of the requests that meet the SLO."""
         return self.found.seen.good(self.slo)
 
     @property
@@ -77,34 +77,34 @@ class Planned:
 
     @property
     def tpot(self) -> float:
-        """Time of a further token at :data:`PERCENTILE`, in seconds."""
+        """Time per output token at :data:`PERCENTILE`, in seconds."""
         return self.estimate("tpot")
 
     @property
     def e2e(self) -> float:
-        """Time of a request at :data:`PERCENTILE`, in seconds."""
+        """End-to-end latency at :data:`PERCENTILE`, in seconds."""
         return self.estimate("e2e")
 
     def text(self) -> str:
-        """The deployment with its limit of sequences, if it has one of its own."""
+        """Return the deployment as text, with its batch limit if it is not the default."""
         limit = self.deployment.options.max_batch
         return self.deployment.text() + (f", {limit} sequences" if limit else "")
 
     @property
     def keeps(self) -> bool:
-        """Whether estimates at :data:`PERCENTILE` keep the SLO, and the load is kept up with."""
+        """Whether the estimates at :data:`PERCENTILE` meet the SLO and the load is sustained."""
         return self.miss <= 1.0 and self.keeps_up
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the engines serve the load by their estimate."""
+        """Whether the engines sustain the load by the estimate."""
         return min(self.found.room, self.found.link_room) >= 1.0
 
     @property
     def sure(self) -> float:
-        """How likely the latencies at :data:`PERCENTILE` keep the SLO and the load is kept up with.
+        """Probability that latencies at :data:`PERCENTILE` meet the SLO and the load is sustained.
 
-        Engines that are slower than thought are so in everything: the least likely part decides.
+        Errors of an engine's speed affect all parts alike, so the least likely part decides.
         """
         return min(
             1.0 - self.prediction.overload,
@@ -112,20 +112,20 @@ class Planned:
         )
 
     def estimate(self, metric: str) -> float:
-        """A latency at :data:`PERCENTILE`, in seconds."""
+        """Return the estimate of a latency at :data:`PERCENTILE`, in seconds."""
         return self.found.seen.figure(metric, PERCENTILE)
 
     def figure(self, metric: str) -> Interval:
-        """A latency at :data:`PERCENTILE` with its interval, in seconds."""
+        """Return a latency at :data:`PERCENTILE` with its interval, in seconds."""
         return self.prediction.figures[f"{metric}/p{PERCENTILE}"]
 
     @cached_property
     def miss(self) -> float:
-        """How many times the worst latency is what the SLO allows."""
+        """Largest ratio of a latency to its limit."""
         return max(over for _, over in self.misses())
 
     def misses(self) -> list[tuple[str, float]]:
-        """By latency: how many times what the SLO allows."""
+        """Return the ratio of each latency to its limit."""
         return [(m, self.estimate(m) / limit) for m, limit in self.slo._asdict().items()]
 
 
@@ -134,16 +134,16 @@ class ServingPlans:
     """Deployments that were compared.
 
     Attributes:
-        slo: What was asked.
-        judged: Simulated ones.
-        refused: Text of those that do not fit, with the reason.
-        pruned: Number of those that were left out, since others are sure to be better.
-        stopped: Whether the search was stopped before it ended.
-        fewest: Where nothing fits, devices of the smallest engine that does; 0 if none was found.
-        devices: How many there are.
-        open: Whether the load is open, so that its throughput is not the deployment's.
-        helps: Where none keeps the SLO: what of the nearest was changed, and what became of it, or
-            why it is not possible.
+        slo: Latency limits.
+        judged: Simulated deployments.
+        refused: Text of deployments that do not fit, with the reason.
+        pruned: Number of deployments skipped because others are surely better.
+        stopped: Whether the search was interrupted.
+        fewest: If nothing fits, devices of the smallest engine that would; 0 if none was found.
+        devices: Number of available devices.
+        open: Whether the load is open, so that throughput is determined by the load.
+        helps: If none meets the SLO: changes of the nearest deployment, each with its simulation
+            or the reason why it is impossible.
     """
 
     slo: Slo
@@ -163,11 +163,11 @@ class ServingPlans:
 
     @property
     def screened(self) -> int:
-        """Number of those simulated that have no intervals, since they cannot win."""
+        """Number of simulated deployments without intervals, since they cannot win."""
         return sum(one.screened for one in self.judged)
 
     def settle(self) -> None:
-        """Judge what an answer shows: the best, the surest, their rivals and the front."""
+        """Compute the intervals that an answer shows: best, surest, their rivals and the front."""
         for one in (self.best, self.surest, *self.front()):
             if one is not None:
                 _ = one.prediction
@@ -176,26 +176,26 @@ class ServingPlans:
 
     @property
     def best(self) -> Planned | None:
-        """The cheapest token among those that keep the SLO; ``None`` if none does.
+        """The cheapest per token of those that meet the SLO; ``None`` if none does.
 
-        A token costs what its devices do, so that the most throughput a device wins. Where that is
-        the same, the one that is surest to keep the SLO does, then the largest share of requests
-        that keep it, then the shortest requests.
+        The cost of a token is its device time, so the highest throughput per device wins; then the
+        highest probability of meeting the SLO, then the largest share of requests that meet it,
+        then the shortest requests.
         """
         kept = [one for one in self.judged if one.keeps]
         return self._cheapest(kept)
 
     @property
     def surest(self) -> Planned | None:
-        """Where the best keeps the SLO by its estimate only: the cheapest that is surest to.
+        """If the best meets the SLO only by its estimate: the cheapest that surely meets it.
 
-        That is the cheapest of those whose 90 % intervals keep it, or else of those that are nearly
-        as likely to keep it as any; ``None`` where none is clearly surer than the best.
+        That is the cheapest with 90 % intervals within the SLO, or else of those nearly as likely
+        as any to meet it; ``None`` if none is clearly surer than the best.
         """
         best = self.best
         if best is None or best.sure >= SURE:
             return None
-        # What misses the SLO by its estimate is less likely than not to keep it.
+        # A deployment that misses the SLO by its estimate has a probability below one half.
         kept = [one for one in self.judged if one.keeps]
         most = max(one.sure for one in kept)
         if most < best.sure + CLEARLY:
@@ -214,14 +214,14 @@ class ServingPlans:
 
     @property
     def tie(self) -> float:
-        """Throughputs that differ by less are taken for equal.
+        """Relative difference below which two throughputs are considered equal.
 
-        Of an open load they are the load's, and differ by the tail after the last request.
+        For an open load, throughput is the load's and differs by the tail after the last request.
         """
         return RATE_TIE if self.open else TIE
 
     def front(self) -> list[Planned]:
-        """Those that no other beats in throughput a device and both latencies."""
+        """Return the Pareto front of throughput per device and both latencies."""
         keep = undominated(
             [(-one.tokens_per_s_per_device, one.ttft, one.tpot) for one in self.judged]
         )
@@ -230,12 +230,12 @@ class ServingPlans:
 
     @property
     def nearest(self) -> Planned | None:
-        """What comes nearest to the SLO."""
+        """The deployment that comes nearest to the SLO."""
         near = sorted(self.judged, key=lambda own: own.miss)
         return next((own for own in near if own.keeps_up), near[0] if near else None)
 
     def misses(self) -> list[str]:
-        """What comes nearest to an SLO that none keeps, by how much it misses, and what helps."""
+        """Describe the deployment nearest to the SLO, by how much it misses, and what helps."""
         one = self.nearest
         if one is None:
             return []
@@ -245,13 +245,13 @@ class ServingPlans:
                 said.append(f"{change} is not possible: {other}")
             elif other.keeps:
                 sure = f"{other.sure:.0%} sure"
-                said.append(f"{change} would keep it ({sure}): {self._figures(other)}")
+                said.append(f"{change} would meet it ({sure}): {self._figures(other)}")
             else:
-                said.append(f"{change} would not do: {self._missed(other)}")
+                said.append(f"{change} would not suffice: {self._missed(other)}")
         return said
 
     def _missed(self, one: Planned) -> str:
-        """By which limits a deployment fails, and by how much."""
+        """Describe the limits that a deployment exceeds."""
         over = [
             f"p{PERCENTILE} of {metric.upper()} is {duration(one.estimate(metric) * 1e6)}, "
             f"{times:.3g} times the limit"
@@ -259,7 +259,7 @@ class ServingPlans:
             if times > 1.0
         ]
         if not one.keeps_up:
-            over.append("the load is more than the engines serve")
+            over.append("the load exceeds the maximum throughput")
         return "; ".join(over)
 
     def _figures(self, one: Planned) -> str:
@@ -269,7 +269,7 @@ class ServingPlans:
         )
 
     def reasons(self) -> list[str]:
-        """Why the best wins: the best others that differ in one choice, and what they lose."""
+        """Describe why the best wins: the best alternatives that differ in one choice."""
         best = self.best
         if best is None:
             return []
@@ -303,24 +303,24 @@ class ServingPlans:
         return said
 
     def _gain(self, best: Planned, other: Planned) -> str:
-        """What another deployment does worse; empty if nothing that shows."""
+        """Describe what another deployment does worse; empty if the difference is negligible."""
         less = 1.0 - other.tokens_per_s_per_device / best.tokens_per_s_per_device
         if less >= (self.tie if self.open else TIE / 2.0):
             if self.open:
-                # Throughput is the load's: what differs is how many devices it takes.
+                # Throughput is the load's, so the difference is in the number of devices.
                 return f"a token takes {1.0 / (1.0 - less) - 1.0:.0%} more device time"
-            return f"throughput a device is {less:.0%} lower"
+            return f"throughput per device is {less:.0%} lower"
         sure, surer = other.sure, best.sure
         if surer - sure >= 0.01:
-            return f"it keeps the SLO with {sure:.0%} chance, not {surer:.0%}"
+            return f"it meets the SLO with {sure:.0%} probability, not {surer:.0%}"
         if best.good - other.good >= 0.0005:
-            return f"{other.good:.1%} of the requests keep the SLO, not {best.good:.1%}"
+            return f"{other.good:.1%} of the requests meet the SLO, not {best.good:.1%}"
         if other.e2e > 1.005 * best.e2e:
             return f"requests take {other.e2e / best.e2e - 1.0:.1%} longer"
         return ""
 
     def launches(self, model: Checkpoint = UNKNOWN) -> dict[str, Launch]:
-        """How the best deployment is launched, by framework; empty if none keeps the SLO."""
+        """Return the launch commands of the best deployment; empty if none meets the SLO."""
         best = self.best
         if best is None:
             return {}
@@ -328,11 +328,11 @@ class ServingPlans:
         return launches(best.deployment, model, int((load.prompts + load.outputs).max()))
 
     def to_dict(self, model: Checkpoint = UNKNOWN, price: float = 0.0) -> dict[str, object]:
-        """Plain data: the best, its reasons and commands, the front, and what does not fit.
+        """Return JSON data: the best, its reasons and commands, the front, and what does not fit.
 
         Args:
             model: Checkpoint for the commands.
-            price: Dollars of a device and hour; 0 for none.
+            price: Dollars per device hour; 0 if unknown.
         """
         best = self.best
 
@@ -366,11 +366,11 @@ class ServingPlans:
 
 
 def _with(name: str, choice: str) -> str:
-    """How a sentence names another choice: where prompts run is said by a preposition already."""
+    """Return another choice as part of a sentence, with a preposition if it needs one."""
     return choice if name == "prompts run" else f"with {choice}"
 
 
-#: What deployments differ in, for the reasons of the best.
+#: Choices in which deployments differ, as shown in the reasons.
 _CHOICES: dict[str, Callable[[Deployment], str]] = {
     "engines are": lambda own: f"{own.engine.count} x {own.engine.plan.text()}",
     "prompts run": lambda own: (

@@ -1,4 +1,4 @@
-"""Search deployments of a model on so many devices: engines, plans, batch limits, prompts apart."""
+"""Search over deployments of a model: engines, plans, batch limits, separate prefill workers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from ..cluster.serving_engine import engine_cache, engine_memory
 from ..cluster.serving_load import draw, is_open, load_of
 from .serving_answer import Planned, ServingPlans
 
-#: Limits of sequences that are tried beside the framework's own, of a rank: below it they trade
-#: throughput for latency.
+#: Batch limits per rank to try below the framework's default, trading throughput for latency.
 BATCHES = (16, 64, 256)
-#: Shares of the devices that run prompts where these have workers of their own.
+#: Shares of the devices to use for separate prefill workers.
 PREFILL_SHARES = (0.25, 0.5, 0.75)
-#: Told of progress: deployments done, in all, and the next.
+#: Progress callback: deployments done, deployments in total, and the next one.
 Show = Callable[[int, int, str], None]
 
 
 def engine_plans(base: Deployment, devices: int) -> Iterator[EnginePlan]:
-    """Plans of one engine on at most so many devices, smallest first.
+    """Yield plans of one engine on at most some number of devices, smallest first.
 
-    Tensor parallelism stays within a box, pipelines are tried over boxes and within them, and
-    experts are cut over tensor-parallel ranks, spread whole over them, or spread over ranks that
-    each attend to sequences of their own.
+    Tensor parallelism stays within a node; pipelines may cross nodes. Experts are split over the
+    tensor-parallel ranks, distributed whole over these, or distributed over ranks with
+    data-parallel attention.
     """
     w = base.model.workload
     box = read_device(base.device).devices_per_node or devices
@@ -50,12 +49,12 @@ def engine_plans(base: Deployment, devices: int) -> Iterator[EnginePlan]:
 
 
 def deployments(base: Deployment, devices: int, apart: bool = True) -> Iterator[Deployment]:
-    """Deployments on all of the devices, without those that differ in their batch limit alone.
+    """Yield the deployments that use all devices, without those that differ only in batch limit.
 
     Args:
-        base: Model, device, framework and options; its workers do not matter.
-        devices: How many.
-        apart: Whether to try workers that run prompts alone.
+        base: Model, device, framework and options; its workers are ignored.
+        devices: Number of devices.
+        apart: Whether to try separate prefill workers.
     """
     plans = list(engine_plans(base, devices))
     for plan in plans:
@@ -67,7 +66,7 @@ def deployments(base: Deployment, devices: int, apart: bool = True) -> Iterator[
         ahead = round(devices * share)
         for first in plans:
             for second in plans:
-                # Prompts gain nothing from pipelines or ranks of their own that decoding has not.
+                # Prefill gains nothing from pipelines or data-parallel attention.
                 if first.pp > 1 or second.pp > 1 or first.dp > 1:
                     continue
                 behind = devices - ahead
@@ -81,7 +80,7 @@ def deployments(base: Deployment, devices: int, apart: bool = True) -> Iterator[
 
 
 def counts(devices: int) -> list[int]:
-    """Numbers of devices that are tried: powers of two, and all of them."""
+    """Return the numbers of devices to try: powers of two, and all of them."""
     return [*(1 << n for n in range((devices - 1).bit_length())), devices]
 
 
@@ -96,24 +95,24 @@ def search(
     fewer: bool = True,
     show: Show = lambda done, of, what: None,
 ) -> ServingPlans:
-    """Simulate deployments, cheap ones to rule out first; an interrupt keeps what is known.
+    """Simulate deployments, after cheap exclusions; an interrupt keeps the results so far.
 
-    A deployment is left out if its weights do not fit, or if one pass over the cache and weights of
-    a single request, at the rate of its memory, is slower than the SLO allows. Limits of sequences
-    below the framework's own are tried for the deployments on the front alone.
+    A deployment is skipped if its weights do not fit, or if a single pass over the weights at
+    memory bandwidth is slower than the SLO allows. Batch limits below the framework's default are
+    tried only for deployments on the front.
 
     Args:
-        predictor: Predicts them.
+        predictor: Predictor of the deployments.
         base: Model, device, framework and options.
-        devices: How many.
+        devices: Number of devices.
         spec: The load.
-        slo: What requests have to keep.
-        apart: Whether to try workers that run prompts alone.
-        fewer: Whether to try fewer devices than there are.
-        show: Told of progress: done, in all, and what is next.
+        slo: Latency limits.
+        apart: Whether to try separate prefill workers.
+        fewer: Whether to try fewer devices as well.
+        show: Progress callback, see :data:`Show`.
 
     Raises:
-        PlanError: The load lacks what the router looks at.
+        PlanError: The load lacks the data that the router needs.
     """
     load = draw(spec)
     found = ServingPlans(slo, devices=devices, open=is_open(spec, load))
@@ -140,7 +139,7 @@ def search(
         _simulate(predictor, found, asked, spec, load, show)
         if found.nothing_fits:
             found.fewest = _fewest(predictor, base, devices, load)
-        # Smaller batches of what is good already.
+        # Smaller batch limits for the front.
         better = []
         for kept in found.front():
             largest = kept.found.run.largest_batch
@@ -160,12 +159,12 @@ def search(
     return found
 
 
-#: Most devices that an engine is looked for on where nothing fits.
+#: Maximum devices of an engine to look for if nothing fits.
 _MOST_DEVICES = 1024
 
 
 def _fewest(predictor: ServingPredictor, base: Deployment, devices: int, load: Load) -> int:
-    """Devices of the smallest engine that holds the model and the longest request; 0 for none."""
+    """Return the devices of the smallest engine that fits model and longest request; 0 if none."""
     longest = int((load.prompts + load.outputs).max())
     for count in (1 << n for n in range(_MOST_DEVICES.bit_length())):
         for plan in engine_plans(base, max(count, devices)):
@@ -208,17 +207,17 @@ def _simulate_helps(
     spec: LoadSpec,
     load: Load,
 ) -> None:
-    """Change the nearest to an SLO that none keeps, and see what becomes of it.
+    """Simulate changes of the deployment that comes nearest to the SLO.
 
     Args:
-        predictor: Predicts the changed.
-        found: What was found; what helps is added.
-        slow: Deployments that are too slow for the SLO whatever the load.
+        predictor: Predictor of the deployments.
+        found: Results so far, to which the changes are added.
+        slow: Deployments that are too slow for the SLO under any load.
         spec: The load.
-        load: Its requests.
+        load: Requests of the load.
     """
     if found.nearest is None and slow:
-        # Nothing was simulated, since no token comes in time: the fastest of these.
+        # Nothing was simulated, since all deployments are too slow: take the fastest of them.
         _simulate(
             predictor, found, [min(slow, key=_least_token)], spec, load, lambda done, of, what: None
         )
@@ -235,7 +234,7 @@ def _simulate_helps(
 
 
 def _changes(own: Deployment) -> Iterator[tuple[str, Deployment]]:
-    """What may make a deployment faster: weights in fp8, more devices, wider engines."""
+    """Yield changes that may make a deployment faster: fp8 weights, more devices, wider engines."""
     model, spec = own.model, own.spec
     formats = (model.weights, model.attention_format, model.expert_weights)
     wide = [name in ("bf16", "f16", "f32") for name in formats]
@@ -246,7 +245,7 @@ def _changes(own: Deployment) -> Iterator[tuple[str, Deployment]]:
             attention_weights="fp8" if wide[1] else model.attention_weights,
             expert_weights="fp8" if wide[2] else model.expert_weights,
         )
-        yield "weights in fp8", replace(own, model=narrow)
+        yield "fp8 weights", replace(own, model=narrow)
     more = 2 * own.devices
     engine, plan = own.engine, own.engine.plan
     first = own.prefill and replace(own.prefill, count=2 * own.prefill.count)
@@ -267,14 +266,14 @@ def _changes(own: Deployment) -> Iterator[tuple[str, Deployment]]:
 
 
 def _least_token(one: Deployment) -> float:
-    """Seconds below which no pass of a decoding engine is: reading what a token must see."""
+    """Return the minimum seconds of a decode pass: reading the weights for a single token."""
     spec, plan, model = read_device(one.device), one.engine.plan, one.model
     parts = model.weight_parts(plan)
     w = model.workload
     experts = parts.pop("experts", 0.0)
     parts.pop("embedding and head", None)
     if w.experts:
-        # A token alone reads the experts that it goes to, spread over their ranks at best.
+        # A single token reads only its own experts, at best spread evenly over their ranks.
         experts *= min(1.0, w.top_k / w.experts)
     read = (sum(parts.values()) + experts) * plan.pp
     return read / spec.bandwidth / one.options.accepted

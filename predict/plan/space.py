@@ -1,10 +1,10 @@
-"""Plans: a mesh of devices, and which dimensions of a program each of its axes cuts.
+"""Plans: a mesh of devices, and the dimensions of a program that each axis shards.
 
-Axes are named by what they cut: ``data`` the batch; ``fsdp`` the batch and, while they are not
-used, parameters and state; ``sequence`` positions; ``expert`` the experts of a mixture;
-``tensor`` dimensions of products. ``pipeline`` cuts no dimension: its stages are programs of their
-own (``pipeline.py``), over which the other axes go. Only meshes and cuts that divide the sizes are
-plans.
+Axes are named by what they shard: ``data`` the batch; ``fsdp`` the batch and, between uses,
+parameters and state; ``sequence`` positions; ``expert`` the experts of a mixture; ``tensor``
+dimensions of products. ``pipeline`` shards no dimension: its stages are separate programs
+(``pipeline.py``), each with the other axes. Only meshes and shardings that divide the sizes are
+valid plans.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .arguments import Argument
 from .case import AXES, PIPELINE
 from .dimensions import Dimensions
 
-#: Classes of dimensions that ``tensor`` may cut, in all combinations. Engineering choice: a
-#: decoder has heads, feed-forward, embedding and projection to the vocabulary.
+#: Maximum number of classes that ``tensor`` may shard, in all combinations. Engineering choice: a
+#: decoder has heads, feed-forward, embedding and the projection to the vocabulary.
 MOST_CLASSES = 4
 
 Cuts = dict[int, tuple[str, ...]]
 
 
 class Change(NamedTuple):
-    """How a program is changed so that it needs less memory.
+    """Changes to a program that reduce its memory.
 
     Attributes:
-        remat: Layers that are computed again in the backward pass, the first ones.
-        micro: Micro-batches, whose gradients are added up.
+        remat: Number of layers, from the first on, that are recomputed in the backward pass.
+        micro: Number of micro-batches whose gradients are accumulated.
     """
 
     remat: int = 0
     micro: int = 1
 
     def text(self) -> str:
-        """Return the change as ``, 4 layers rematerialised, 2 micro-batches``."""
+        """Return text such as ``, 4 layers rematerialised, 2 micro-batches``."""
         layers = f", {self.remat} layers rematerialised" if self.remat else ""
         return layers + (f", {self.micro} micro-batches" if self.micro > 1 else "")
 
@@ -54,12 +54,12 @@ UNCHANGED = Change()
 
 @dataclass(frozen=True)
 class Plan:
-    """A mesh, the classes of dimensions that its ``tensor`` axis cuts, and what saves memory.
+    """A mesh, the classes that its ``tensor`` axis shards, and changes that save memory.
 
     Attributes:
         mesh: Axes with their sizes, outermost first; none has size 1.
-        tensor: Classes that ``tensor`` cuts.
-        change: How the program itself is changed.
+        tensor: Classes that ``tensor`` shards.
+        change: Changes to the program.
     """
 
     mesh: tuple[tuple[str, int], ...] = ()
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by axis."""
+        """Sizes of the axes."""
         return dict(self.mesh)
 
     @property
@@ -78,17 +78,17 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Stages of its pipeline; 1 for none."""
+        """Number of pipeline stages; 1 for none."""
         return self.sizes.get(PIPELINE, 1)
 
     @property
     def inside(self) -> Plan:
-        """The plan of one stage of its pipeline, for one micro-batch."""
+        """The plan inside one pipeline stage, for one micro-batch."""
         mesh = tuple(own for own in self.mesh if own[0] != PIPELINE)
         return Plan(mesh, self.tensor, Change(self.change.remat))
 
     def text(self, labels: Mapping[int, str] | None = None) -> str:
-        """Return the plan as ``data=2,tensor=4 (ff, heads)``."""
+        """Return text such as ``data=2,tensor=4 (ff, heads)``."""
         axes = ",".join(f"{axis}={size}" for axis, size in self.mesh) or "one device"
         if self.stages > 1:
             axes += f",micro={self.change.micro}"
@@ -100,16 +100,15 @@ class Plan:
 
 @dataclass
 class Space:
-    """What the axes of a mesh may cut in a program.
+    """Dimensions of a program that the axes of a mesh may shard.
 
     Attributes:
         batch: Classes of the batch.
         sequence: Class of the positions; 0 for none.
         expert: Class of the experts; 0 for none.
-        tensor: Classes that ``tensor`` may cut, the most valuable first.
-        limits: What the size of each axis must divide.
-        class_sizes: What a cut of each class must divide.
-        labels: Names of classes by a parameter that has them.
+        tensor: Classes that ``tensor`` may shard, the most valuable first.
+        class_sizes: Sizes that the number of shards of each class must divide.
+        labels: Names of classes, from a parameter that has them.
     """
 
     batch: frozenset[int]
@@ -120,7 +119,7 @@ class Space:
     labels: dict[int, str] = field(default_factory=dict)
 
     def cuts(self, plan: Plan) -> Cuts:
-        """Axes that cut each class under a plan."""
+        """Return the axes that shard each class under a plan."""
         names = [axis for axis, _ in plan.mesh]
         batch = tuple(axis for axis in ("data", "fsdp") if axis in names)
         found: Cuts = dict.fromkeys(self.batch, batch) if batch else {}
@@ -131,17 +130,17 @@ class Space:
         return found | dict.fromkeys(plan.tensor, ("tensor",))
 
     def axes(self) -> tuple[str, ...]:
-        """Axes that the program has."""
+        """Return the axes that the program has."""
         known = {"sequence": self.sequence, "expert": self.expert, "tensor": self.tensor}
         return tuple(axis for axis in AXES if known.get(axis, True))
 
     def plans(self, devices: int, axes: Sequence[str], most_tensor: int) -> Iterator[Plan]:
-        """All plans over so many devices.
+        """Yield all plans over a number of devices.
 
         Args:
             devices: Number of devices.
             axes: Axes to use, of :data:`AXES`.
-            most_tensor: Largest size of ``tensor``: beyond a box, sums of activations would cross
+            most_tensor: Maximum size of ``tensor``: beyond a node, sums of activations would cross
                 the slow network in every layer.
         """
         used = [axis for axis in self.axes() if axis in axes]
@@ -166,20 +165,20 @@ class Space:
 
 
 def space_of(found: Dimensions, arguments: Sequence[Argument]) -> Space:
-    """Find what a program's dimensions are.
+    """Find the shardable dimensions of a program.
 
-    The batch's are those of the batch arguments; positions are the second dimension of batches of
-    whole numbers; experts are a dimension of parameters along which products are batched. What
-    else parameters have and products use may be cut by ``tensor``: those with most work and most
-    bytes of parameters are considered (:data:`MOST_CLASSES`).
+    The batch's are those of batch arguments; positions are the second dimension of integer batches;
+    experts are a dimension of parameters along which products are batched. ``tensor`` may shard
+    the other dimensions of parameters in products; those with most work and most bytes of
+    parameters are considered (:data:`MOST_CLASSES`).
 
     Raises:
-        PlanError: No dimension of the batch takes part in a product.
+        PlanError: No batch dimension takes part in a product.
     """
     batch = {a.classes[a.batch] for a in arguments if a.role == "batch"} - {0}
     if not batch:
         raise PlanError(
-            "the batch dimensions take part in no product that could be cut",
+            "the batch dimensions take part in no product that could be sharded",
             where="--batch-dims",
             hint="name the right dimensions, as 3:0,4:0 (argument:dimension)",
         )
@@ -194,7 +193,7 @@ def space_of(found: Dimensions, arguments: Sequence[Argument]) -> Space:
         - {0}
     )
     sequence = next(iter(positions)) if len(positions) == 1 else 0
-    # Also the axis must be worth something: products go along it.
+    # Sharding positions must be worthwhile: products must have them as a dimension.
     sequence = sequence if found.work.get(sequence) else 0
     experts: Counter[int] = Counter()
     total = sum(found.work.values()) or 1.0
@@ -221,8 +220,8 @@ def space_of(found: Dimensions, arguments: Sequence[Argument]) -> Space:
         for c, n in held.items()
         if c and c not in batch and c not in (sequence, expert) and sizes[c] > 1
     }
-    # What every layer adds to (a residual stream) would be summed up in most products if it were
-    # cut, so it comes last.
+    # A dimension that every layer adds to (a residual stream) would need a reduction in most
+    # products if it were sharded, so it comes last.
     most = max(found.work.values(), default=0.0)
     stream = {c for c in worth if held[c] > 0.9 * state and found.work[c] > 0.5 * most}
     ordered = sorted(worth, key=lambda c: (c in stream, -worth[c], c))
@@ -230,7 +229,7 @@ def space_of(found: Dimensions, arguments: Sequence[Argument]) -> Space:
 
 
 def _label(name: str, dimension: int) -> str:
-    """``params['Block_0']['down']['kernel']`` as ``Block_0.down.kernel:0``."""
+    """Return ``params['Block_0']['down']['kernel']`` as ``Block_0.down.kernel:0``."""
     words = re.findall(r"\w+", name)
     return f"{'.'.join(words[1:] or words)}:{dimension}"
 
@@ -249,20 +248,19 @@ def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 def assign(
     classes: Sequence[int], cuts: Mapping[int, tuple[str, ...]], first: int | None = None
 ) -> tuple[tuple[str, ...], ...]:
-    """Axes that cut each dimension of a value or of an op's loop nest.
+    """Return the axes that shard each dimension of a value or of an op's loop nest.
 
-    An axis cuts one dimension: of several that it could, the one cut by fewest axes, then the
-    first one.
+    An axis shards one dimension: if several are possible, the one with fewest axes, then the first.
 
     Args:
         classes: Class of each dimension.
         cuts: Axes by class.
-        first: Number of dimensions that are served before the others; ``None`` for all.
+        first: Number of leading dimensions that take precedence; ``None`` for all.
     """
     return _assigned(tuple([cuts.get(c, ()) for c in classes]), first)
 
 
-# A search asks a million times, for a few hundred ways to cut.
+# A search calls this a million times, with a few hundred different arguments.
 @lru_cache(maxsize=4096)
 def _assigned(known: tuple[tuple[str, ...], ...], first: int | None) -> tuple[tuple[str, ...], ...]:
     taken: set[str] = set()
@@ -276,28 +274,28 @@ def _assigned(known: tuple[tuple[str, ...], ...], first: int | None) -> tuple[tu
 
 
 def fsdp_dimension(own: Argument, cuts: Cuts, sizes: dict[str, int]) -> int:
-    """The dimension of a parameter or state that ``fsdp`` cuts too; -1 for none.
+    """Return the dimension of a parameter or state that ``fsdp`` shards in addition; -1 for none.
 
-    By convention the largest that divides, of those that nothing else cuts; else of all.
+    By convention it is the largest divisible dimension without another axis, or else with one.
     """
     parts = sizes.get("fsdp", 1)
     if parts == 1 or own.role not in ("parameter", "state"):
         return -1
     cut = assign(own.classes, cuts)
     if any("fsdp" in axes for axes in cut):
-        return -1  # it has the batch
+        return -1  # already sharded along the batch
     left = [e // prod(sizes[a] for a in axes) for e, axes in zip(own.type.shape, cut, strict=True)]
     fit = [d for d, extent in enumerate(left) if extent % parts == 0]
     return max(fit, key=lambda d: (not cut[d], left[d]), default=-1)
 
 
 def cut_parts(cut: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> int:
-    """Devices among which something is divided, by the axes that cut each of its dimensions."""
+    """Return the number of shards, from the axes of each dimension."""
     return prod(sizes[axis] for axes in cut for axis in axes)
 
 
 def group_ranks(axes: Sequence[str], mesh: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
-    """Ranks of the first group over some axes; devices are numbered as the mesh is, row by row."""
+    """Return the ranks of the first group over some axes; devices are in row-major mesh order."""
     shape = [size for _, size in mesh]
     grid = np.arange(prod(shape)).reshape(shape)
     own = tuple(slice(None) if axis in axes else slice(1) for axis, _ in mesh)

@@ -1,4 +1,4 @@
-"""A step cut into stages of layers, each a program of its own for one micro-batch."""
+"""A training step split into stages of layers, each a separate program for one micro-batch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .space import Change, Plan, assign, cut_parts
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
-#: Order of the micro-batches: it keeps fewest of them at a time.
+#: Pipeline schedule: 1F1B keeps the fewest micro-batches in flight.
 SCHEDULE = "1f1b"
-#: Bytes from one stage to another.
+#: Bytes sent, by source and target stage.
 Traffic = Mapping[tuple[int, int], float]
-#: Ops that only hand values on: they have no dimensions of their own.
+#: Ops that only forward values and have no dimensions themselves.
 _NAMES = frozenset(("get-tuple-element", "parameter", "tuple"))
 
 
@@ -43,9 +43,9 @@ class StageProgram(NamedTuple):
     """The program of a stage with its shardings, as MLIR bytecode.
 
     Attributes:
-        key: Equal for equal programs.
+        key: Digest, equal for equal programs.
         data: The program.
-        several: Whether it is for several devices: not if nothing in it is cut.
+        several: Whether it is for several devices, that is, whether anything in it is sharded.
     """
 
     key: str
@@ -55,17 +55,17 @@ class StageProgram(NamedTuple):
 
 @dataclass
 class StagedProgram:
-    """A step in stages, for micro-batches of one size.
+    """A step split into stages, for micro-batches of one size.
 
     Attributes:
         program: The step for one micro-batch.
-        change: How it is rematerialised, and the number of its micro-batches.
-        values: Its values.
-        numbers: Position of each op of its ``main`` by its number.
-        cut: Its stages.
-        inside: Ops that are done for each micro-batch, by position.
-        sums: Those of them that are added up over the micro-batches.
-        rows: Values that have the batch.
+        change: Its rematerialization and number of micro-batches.
+        values: Values of the step.
+        numbers: Position of each op in ``main`` by its number.
+        cut: Stages of the step.
+        inside: Positions of the ops that run for each micro-batch.
+        sums: Those whose results are accumulated over the micro-batches.
+        rows: Values with the batch dimension.
         layers_at: Source line of the first layer of each stage.
     """
 
@@ -86,7 +86,7 @@ class StagedProgram:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """Position in the program's entry by that in the module's ``main``."""
+        """Position in the program's entry by position in the module's ``main``."""
         ops = self.program.source.program.entry_computation.ops
         found: dict[int, int] = {}
         for place, op in enumerate(ops):
@@ -99,12 +99,12 @@ class StagedProgram:
         return sorted(self.numbers)
 
     def _position(self, number: int) -> int:
-        """Position of an op, or of the one whose region it is in; -1 for none."""
+        """Return the position of an op, or of the op whose region contains it; -1 for none."""
         at = bisect_right(self._ordered, number) - 1
         return self.numbers[self._ordered[at]] if at >= 0 else -1
 
     def _spec(self, read: Read, plan: Plan) -> Spec:
-        """How a value is cut."""
+        """Return the sharding of a value."""
         place = self._places.get(read[0])
         if place is None:
             return ()
@@ -112,14 +112,14 @@ class StagedProgram:
         return assign(self.program.found.value_classes(value), self.program.space.cuts(plan))
 
     def local_bytes(self, read: Read, plan: Plan) -> float:
-        """Bytes of a value on each device of a stage."""
+        """Return the bytes of a value on each device of a stage."""
         return self.values.nbytes[read[0]][read[1]] / cut_parts(self._spec(read, plan), plan.sizes)
 
     def annotated(self, plan: Plan) -> list[StageProgram]:
-        """The program of each stage with the shardings of a plan.
+        """Return the program of each stage with the shardings of a plan.
 
         Args:
-            plan: The plan, with its pipeline.
+            plan: The plan, including its pipeline axis.
         """
         from ...features.ir.mlir.bindings import write_bytecode
         from ...features.ir.mlir.shardings import constrained, with_shardings
@@ -140,7 +140,7 @@ class StagedProgram:
             arguments += [self._spec(read, inside) for read in stage.incoming]
             results = [outputs[n] for n in stage.results]
             results += [self._spec(read, inside) for read in stage.outgoing]
-            # Of a stage in which nothing is cut, all devices do the same.
+            # If nothing in a stage is sharded, all devices do the same.
             cuts = (*operands.values(), *products.values(), *arguments, *results)
             several = any(any(cut) for cut in cuts)
             if several:
@@ -162,12 +162,12 @@ class StagedProgram:
         return made
 
     def _renumbered(self, stage: Stage, module: ir.Module) -> dict[int, int]:
-        """Numbers of a stage's ops, those of regions included, by those in the whole step."""
+        """Map numbers of ops in the whole step to those in a stage, including ops in regions."""
         from ...features.ir.mlir.bindings import walk_ops
         from ...features.lowering.repeated_layers.mlir_excise import main_function
 
         main = main_function(module)
-        assert main is not None  # the stage was written so
+        assert main is not None  # stage modules have a main function
         places = {op: n for n, op in enumerate(walk_ops(module))}
         old = {position: number for number, position in self.numbers.items()}
         found = {}
@@ -178,7 +178,7 @@ class StagedProgram:
 
     @cached_property
     def _first_stage(self) -> dict[int, int]:
-        """The first stage that has an op."""
+        """The first stage that contains each op."""
         found: dict[int, int] = {}
         for number, stage in enumerate(self.cut.stages):
             for op in stage.ops:
@@ -186,7 +186,7 @@ class StagedProgram:
         return found
 
     def part(self, step: Step | None) -> tuple[int, str]:
-        """Stage of an op, and what it is: forward, backward or once for all micro-batches."""
+        """Return the stage of an op and its phase: forward, backward or once per step."""
         source = step.op.source if step is not None else None
         at = self._position(source.index) if source is not None else -1
         if at not in self.inside:
@@ -195,41 +195,41 @@ class StagedProgram:
         return self._first_stage.get(at, 0), kind
 
     def held(self, stage: int) -> list[Argument]:
-        """Arguments of the step that a stage has."""
+        """Return the step's arguments that a stage holds."""
         return [self.program.arguments[n] for n in self.cut.stages[stage].arguments]
 
     def saved_bytes(self, stage: int, plan: Plan) -> float:
-        """Bytes that a device keeps of a micro-batch between its passes.
+        """Return the bytes that a device keeps of a micro-batch between its passes.
 
         Args:
             stage: Number of the stage.
-            plan: The plan inside of it.
+            plan: The plan inside the stage.
         """
         kept = self.cut.saved(self.values.table, stage)
         return sum(self.local_bytes(read, plan) for read in kept)
 
     def more_memory(self, stage: int, plan: Plan) -> float:
-        """Bytes of a device beside those of its program: more micro-batches, summed gradients.
+        """Return a device's bytes beyond its program: micro-batches in flight, gradient sums.
 
         Args:
             stage: Number of the stage.
-            plan: The plan, with its pipeline.
+            plan: The plan, including its pipeline axis.
         """
         ahead = in_flight(SCHEDULE, stage, plan.stages, plan.change.micro) - 1.0
         sums = ((op, 0) for op in self.sums if self.cut.home[op] == stage)
         gradients = sum(self.local_bytes(read, plan.inside) for read in sums)
         if "fsdp" in plan.sizes:
-            gradients /= plan.sizes["fsdp"]  # scattered as their parameters
+            gradients /= plan.sizes["fsdp"]  # sharded like their parameters
         return ahead * self.saved_bytes(stage, plan.inside) + gradients
 
     def sent_bytes(self, plan: Plan) -> tuple[Traffic, Traffic]:
-        """Bytes that each device of a stage sends to another one's, by both stages.
+        """Return the bytes that each device of a stage sends to its peer, by pair of stages.
 
         Args:
-            plan: The plan, with its pipeline.
+            plan: The plan, including its pipeline axis.
 
         Returns:
-            For each micro-batch, and once for all of them: sums over gradients, and parameters of
+            Bytes per micro-batch, and bytes per step: sums over gradients, and parameters of
             several stages, such as tied embeddings, which are updated in the first of them.
         """
         inside = plan.inside
@@ -237,7 +237,7 @@ class StagedProgram:
         once: dict[tuple[int, int], float] = defaultdict(float)
         for pair, reads in self.cut.sends().items():
             for read in reads:
-                # What has no rows is added up over the micro-batches before it is sent.
+                # Values without rows are accumulated over the micro-batches before they are sent.
                 (each if read in self.rows else once)[pair] += self.local_bytes(read, inside)
         for number, argument in enumerate(self.program.arguments):
             if argument.role != "parameter":
@@ -250,7 +250,7 @@ class StagedProgram:
         return each, once
 
     def notes(self) -> list[str]:
-        """What should be known about the stages."""
+        """Return notes on the stages."""
         far = [
             (pair, read)
             for pair, reads in self.cut.sends().items()
@@ -263,22 +263,21 @@ class StagedProgram:
         held = size(self.values.nbytes[read[0]][read[1]])
         line = self.program.line_of(read[0])
         return [
-            f"{len(far)} values cross more than one boundary of stages, the largest ({held}, made "
-            f"at {line or 'an unknown line'}) from stage {source} to {target}: they are sent there "
-            "directly"
+            f"{len(far)} values skip at least one stage, the largest ({held}, made at "
+            f"{line or 'an unknown line'}) from stage {source} to {target}: they are sent directly"
         ]
 
 
 def staged_program(program: PlannedProgram, stages: int, change: Change) -> StagedProgram:
-    """Cut a step into stages.
+    """Split a step into stages.
 
     Args:
         program: The whole step, unchanged.
         stages: Number of stages.
-        change: How it is rematerialised, and the number of its micro-batches.
+        change: Rematerialization and number of micro-batches.
 
     Raises:
-        PlanError: It has too few equal layers, or cannot be done in micro-batches.
+        PlanError: The step has too few equal layers, or cannot be split into micro-batches.
     """
     layers = program.layers
     if layers is None or layers.count < stages:
@@ -286,8 +285,7 @@ def staged_program(program: PlannedProgram, stages: int, change: Change) -> Stag
         raise PlanError(
             f"no pipeline of {stages} stages: {found} found",
             where="--axes",
-            hint="layers are found where they are written one after the other, not in a loop "
-            "(scan)",
+            hint="layers are found only if they are unrolled, not in a loop (scan)",
         )
     whole = program.changed(Change(change.remat))
     body = whole.micro_batch(change.micro)

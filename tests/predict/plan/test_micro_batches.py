@@ -235,10 +235,10 @@ def looped(params, x):
     [
         (normalised, "rows of the batch depend on each other at .*:"),
         (told, "results of the step have the batch"),
-        (largest, "reduce at .* is no sum over the batch"),
+        (largest, "reduce at .* is not a sum over the batch"),
         (numbered, "iota at .* mixes rows of the batch"),
         (drawn, "rng-bit-generator at .* mixes rows of the batch"),
-        (looped, "adds gradients up itself"),
+        (looped, "accumulates gradients itself"),
     ],
 )
 def test_what_is_another_program_in_parts_is_refused(function, reason):
@@ -251,7 +251,7 @@ def test_what_is_another_program_in_parts_is_refused(function, reason):
 def test_parts_must_divide_the_batch_and_layers_must_be_there():
     with pytest.raises(PlanError, match="3 micro-batches do not divide a batch of 16"):
         planned().changed(Change(0, 3))
-    with pytest.raises(PlanError, match="16 micro-batches of a batch of 16 leave nothing to cut"):
+    with pytest.raises(PlanError, match="16 micro-batches of 16 rows leave nothing to shard"):
         planned().changed(Change(0, 16))
     with pytest.raises(PlanError, match="9 layers cannot be rematerialised: 2 equal layers"):
         planned().changed(Change(9))
@@ -260,7 +260,7 @@ def test_parts_must_divide_the_batch_and_layers_must_be_there():
 def test_the_code_does_the_same():
     program = planned().changed(Change(2, PARTS))
     text = code_of(program, Plan((("data", 2),), change=program.change))
-    assert "each of the first 2 equal layers, which begin at" in text
+    assert "each of the first 2 equal layers, starting at" in text
     names: dict[str, object] = {}
     # The part below the mesh, which would need several devices.
     exec("import jax\n" + text[text.index("def in_micro_batches") :], names)

@@ -194,7 +194,7 @@ def test_pipelines_are_searched_over_boxes_and_where_nothing_fits(
 def test_the_answer_of_a_pipeline(lowered, judge, tmp_path):
     found = plan(lowered, **OPTIONS, axes=("pipeline",), micro_batches=8)
     assert found.best.name == "pipeline=4,micro=8"
-    assert "stage 3: layers 3 to 3 of 4, which begin at" in found.code
+    assert "stage 3: layers 3 to 3 of 4, starting at" in found.code
     assert "its stages have 1, 1, 1, 1 layers" in found.reasons[0]
     first = found.save(tmp_path / "best.mlir")
     assert first == tmp_path / "best.stage0.mlir"

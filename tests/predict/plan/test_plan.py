@@ -316,7 +316,7 @@ def test_what_cannot_be_planned(lowered, program):
         read_planned(lowered, {"z": 0})
     with pytest.raises(PlanError, match="no dimension 5"):
         read_planned(lowered, {"x": 5})
-    with pytest.raises(PlanError, match="no argument with its batch"):
+    with pytest.raises(PlanError, match="not an argument with its batch"):
         parse_batch_dims("x=3")
     assert parse_batch_dims("3:0,x['a']:1") == {"3": 0, "x['a']": 1}
     mesh = jax.sharding.AbstractMesh((4,), ("d",))
@@ -438,7 +438,7 @@ def test_what_is_known_is_kept(lowered, judged, tmp_path):
     found = plan(lowered, **OPTIONS, compiles=4, out=tmp_path)
     # One was compiled, one failed.
     assert found.notes == (
-        "warning: only 2 of 4 chosen plans were compiled, none that uses data, since the search "
+        "warning: only 2 of 4 chosen plans were compiled, none with data, since the search "
         "was stopped: a better one may be among the others; the same command again (with the same "
         "folder of results) continues",
     )
@@ -528,7 +528,7 @@ def test_a_missing_figure_is_no_zero(lowered, judged, tmp_path):
 def test_activations_that_move_are_explained(lowered, judged):
     judged += [replace(made(90.0, 3), moved_bytes=1e8)]
     lacks, note = plan(lowered, **OPTIONS, compiles=1).notes
-    assert lacks == "no plan that uses data was compiled: more --compiles would"
+    assert lacks == "no plan with data was compiled: increase --compiles"
     assert "153 times the parameters: activations are moved, by all_reduce at f.py:3" in note
 
 

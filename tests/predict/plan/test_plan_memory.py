@@ -92,7 +92,7 @@ def test_changes_are_forbidden_and_asked_for(lowered, judge):
     assert "no plan fits" in none.notes[0]
     all_layers = plan(lowered, **OPTIONS, remat="all", micro_batches="auto")
     assert changes(all_layers) == {(LAYERS, 1)}
-    assert f"around each of the first {LAYERS} equal layers, which begin at" in all_layers.code
+    assert f"around each of the first {LAYERS} equal layers, starting at" in all_layers.code
     assert counts(all_layers.program) == (LAYERS, 0)
     both = plan(lowered, **OPTIONS, remat=3, micro_batches=4)
     assert changes(both) == {(3, 4)}
