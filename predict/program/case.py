@@ -1,6 +1,6 @@
-"""One question about a program: what it is, where it runs, and how it is looked at.
+"""A program to predict, the device, and how it is lowered and measured.
 
-``opcast predict``, ``opcast.predict``, the server and ``opcast evaluate --programs`` ask so, and
+``opcast predict``, ``opcast.predict``, the server and ``opcast evaluate --programs`` use it, and
 :meth:`.predictor.Predictor.answer` answers: a table of programs is a loop over its cases.
 """
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from ...features.kernels.kernel import LoweredProgram
     from .predictor import Predictor
 
-#: Most bytes of an unpacked program: larger than any of the published ones by ten times.
+#: Maximum bytes of an unpacked program: ten times the largest published one.
 MOST_BYTES = 2**30
 #: Counts of devices in the header of HLO and of StableHLO.
 _COUNTS = re.compile(rb"\b(num_partitions=|replica_count=|mhlo\.num_(?:partitions|replicas) = )\d+")
 
 
 class LoweredCase(NamedTuple):
-    """A case as far as kernels: the program, what it is lowered to, and the device."""
+    """A lowered case: the program, its kernels and the device."""
 
     source: SourceProgram
     lowered: LoweredProgram
@@ -45,14 +45,14 @@ class ProgramCase:
         program: Path, text or bytes of StableHLO or HLO, an exported or lowered JAX function, or a
             function, jitted or not, followed by its example arguments; it is lowered for the
             device's platform, wherever this runs. A path that ends in ``.gz`` is unpacked.
-        options: How it is lowered, and for what device.
+        options: How it is lowered, and for which device.
         arguments: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``.
         keywords: Keyword arguments of a function.
         strict: Whether a kernel without a learned estimate is an error.
         power_cap_w: Sustained power of the device in watts, below its limit.
-        whole: Whether one device runs all of a program whose header states several.
-        on_stream: Whether times are between events on the device's stream, so that the host's call
-            does not count.
+        whole: Whether one device runs the whole program even if its header states several devices.
+        on_stream: Whether times are between events on the device's stream, which excludes the
+            host's call.
     """
 
     program: object
@@ -85,36 +85,36 @@ class ProgramCase:
             platform=platform_of(device),
             **self.keywords,
         )
-        # Before the lowering, which may take minutes.
+        # Check before the lowering, which may take minutes.
         check_one_device(source, device.name, named_cluster)
         options = replace(self.options, device=device, cache=predictor.cache)
         return LoweredCase(source, lower_with(source, options), device)
 
     def on(self, device: DeviceSpec) -> DeviceSpec:
-        """A device as the case sees it."""
-        # On the stream, only the launch of the first kernel is left of the call.
+        """Return a device as the case measures it."""
+        # On the stream, only the launch of the first kernel remains of the call.
         return replace(device, dispatch=device.floor) if self.on_stream else device
 
     def _program(self) -> object:
         path = self.program
         if not isinstance(path, Path) or not (self.whole or path.suffix == ".gz"):
             return path
-        # A file that is read as it is names the lines of its ops.
+        # Reading the file directly keeps the source lines of its ops.
         read_as_it_is = path.suffix != ".gz" and not states_several(path)
         return path if read_as_it_is else program_text(path, self.whole)
 
 
 def states_several(path: Path) -> bool:
-    """Whether a program's header states several devices, so that ``whole`` makes a difference.
+    """Return whether a program's header states several devices, so that ``whole`` matters.
 
     Raises:
-        DatasetError: As for :func:`program_text`.
+        DatasetError: See :func:`program_text`.
     """
     return program_text(path, whole=True) != program_text(path, whole=False)
 
 
 def program_text(path: Path, whole: bool) -> bytes:
-    """A program's file, unpacked; ``whole`` as in :class:`ProgramCase`.
+    """Return a program's file, unpacked; for ``whole`` see :class:`ProgramCase`.
 
     Raises:
         DatasetError: The file cannot be read, or is too large.
@@ -131,6 +131,6 @@ def program_text(path: Path, whole: bool) -> bytes:
         raise DatasetError(f"the program is larger than {MOST_BYTES} bytes", where=str(path))
     if not whole:
         return data
-    # HLO states them in its first line, StableHLO where the module begins.
+    # HLO states the counts in its first line, StableHLO at the start of the module.
     head, opened, rest = data.partition(b"\n" if data.startswith(b"HloModule") else b"func.func")
     return _COUNTS.sub(rb"\g<1>1", head) + opened + rest

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...features.kernels.kernel import LoweredProgram
     from ...models.explain.kernel import KernelExplanation
 
-#: Kernels to explain by default: about what a screen shows at once.
+#: Kernels to explain by default: what fits on a screen.
 DEFAULT_KERNELS = 3
 #: Number of kernel names to suggest when one is not found.
 _LISTED = 8
@@ -30,8 +30,8 @@ class ExplainedKernel:
         executions: Executions per run of the program, equal kernels together.
         share: Share of the program's summed kernel time.
         origin: StableHLO op and source line that it mainly came from.
-        in_program_us: Predicted latency of one execution in the context of the program, the mean
-            over equal kernels; differs from the explained one if the model corrects for context.
+        in_program_us: Predicted latency of one execution in the program, the mean over equal
+            kernels; differs from the isolated one if the model corrects for context.
         explanation: Explanation of one execution in isolation.
     """
 
@@ -56,7 +56,7 @@ class ProgramExplanation:
     kernels: tuple[ExplainedKernel, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast explain --json`` prints it."""
+        """Return JSON data, as ``opcast explain --json`` prints it."""
         p = self.prediction
         return {
             **latency_of(p),
@@ -123,8 +123,8 @@ def explain_lowered(
 
     prediction = predictor.predict_lowered(lowered, device)
     groups = _chosen(lowered, prediction, kernel, top)
-    # In isolation, one of each group: trees explain a kernel by its own features; what its
-    # neighbours change is shown as the ratio to ``in_program_us``.
+    # In isolation, one of each group: trees explain a kernel by its own features; the effect of
+    # neighbouring kernels is the ratio to ``in_program_us``.
     found = explain_kernels(
         predictor.model_for(device),
         [lowered.kernels[group[0]] for group in groups],
@@ -143,7 +143,7 @@ def explain_lowered(
                 executions=executions,
                 share=sum(k.total_us for k in own) / total,
                 origin=origin(own[0]),
-                # No executions: the kernel is in a loop of no trips.
+                # Without executions, the kernel is in a loop with zero trips.
                 in_program_us=sum(k.total_us for k in own) / executions if executions else 0.0,
                 explanation=replace(explanation, kind=_said(explanation.kind, own[0].kind)),
             )
@@ -152,7 +152,7 @@ def explain_lowered(
 
 
 def _said(cell: str, kind: str) -> str:
-    """A kind with its platform, such as ``gpu/gemm``, as the user calls it (``gpu/attention``)."""
+    """Return a kind with its platform, such as ``gpu/gemm``, in the user's terms."""
     platform, _, known = cell.partition("/")
     return f"{platform}/{kind}" if known else cell
 
@@ -160,8 +160,8 @@ def _said(cell: str, kind: str) -> str:
 def _chosen(
     lowered: LoweredProgram, prediction: Prediction, name: str | None, top: int
 ) -> list[list[int]]:
-    """Positions of the kernels to explain, equal ones together, costliest first."""
-    # Equal kernels have one explanation, so they compete for the top by their time together.
+    """Return positions of the kernels to explain, equal ones grouped, costliest first."""
+    # Equal kernels share an explanation, so groups are ranked by their total time.
     groups: dict[str, list[int]] = {}
     for position, kernel in enumerate(lowered.kernels):
         groups.setdefault(kernel.hash, []).append(position)
@@ -171,7 +171,7 @@ def _chosen(
         return ordered[:top]
     position = _position(lowered, name, ordered)
     own = groups[lowered.kernels[position].hash]
-    # The kernel that was asked for comes first: its name is the one printed.
+    # The requested kernel comes first, since the first name is printed.
     return [[position, *(i for i in own if i != position)]]
 
 
@@ -179,6 +179,6 @@ def _position(lowered: LoweredProgram, name: str, ordered: Sequence[Sequence[int
     for position, kernel in enumerate(lowered.kernels):
         if kernel.name == name:
             return position
-    # Names of optimised kernels cannot be guessed, so the message offers those that matter.
+    # Names of optimised kernels cannot be guessed, so the message lists the costliest.
     costly = ", ".join(lowered.kernels[group[0]].name for group in ordered[:_LISTED])
     raise ProgramError(f"no kernel {name!r} in the lowered program", hint=f"costliest: {costly}")

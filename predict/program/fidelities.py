@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
 
 #: Name of a device's default model.
+#: Name of a device's default model.
 LEARNED = "learned"
-#: Name of the roofline. Its answers carry the same source as those of estimators that fall back to
-#: it, but they are its own.
+#: Name of the roofline. Other estimators fall back to the same source, but for the roofline itself
+#: it is no fallback.
 ROOFLINE = "roofline"
 
 
@@ -34,7 +35,7 @@ class Fidelity:
         prediction: Prediction of the program.
         covered: Share of the summed kernel time that it models itself; the rest is the roofline.
         own: Whether it models each kernel itself, in schedule order.
-        reasons: Why it does not; empty where it does, or gives no reason.
+        reasons: Why it does not model a kernel; empty if it does, or gives no reason.
     """
 
     name: str
@@ -71,16 +72,16 @@ class Comparison:
         return {f.name: f.prediction.latency_us for f in self.fidelities}
 
     def disputed(self, count: int = 10) -> list[int]:
-        """Positions of the kernels whose times differ most (in microseconds), largest first."""
+        """Return the kernels with the largest differences of time (us), in decreasing order."""
         times = self.times_us
-        # Differences, not ratios: tiny kernels' ratios would crowd out the ones that matter.
+        # Differences, not ratios, since ratios of tiny kernels would crowd out important kernels.
         spread = times.max(axis=0) - times.min(axis=0)
         # Stable: equal differences keep the order of the schedule.
         order = np.argsort(-spread, kind="stable")[:count]
         return [int(i) for i in order if spread[i] > 0]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast predict --json`` prints it."""
+        """Return JSON data, as ``opcast predict --json`` prints it."""
         return {
             "program": self.program,
             "device": self.device,
@@ -127,7 +128,7 @@ def compare_fidelities(case: ProgramCase, names: Sequence[str]) -> Comparison:
     """
     predictors = load_fidelities(names)
     options = replace(case.options, device=device_for(case.options.device, predictors))
-    # Once for all: what differs is then the estimators alone.
+    # Lowered once, so that only the estimators differ.
     source, lowered, device = replace(case, options=options).lower(next(iter(predictors.values())))
     found = tuple(fidelity(name, own, lowered, device) for name, own in predictors.items())
     own = case.program
@@ -146,7 +147,7 @@ def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:
             f"{','.join(names)!r} is not a list of different models",
             hint="write --model roofline,scalesim,learned",
         )
-    # A device's default model depends on its platform, which the device decides later.
+    # A device's default model depends on its platform, which is determined later.
     return {n: load_for_programs("default" if n == LEARNED else n) for n in names}
 
 
@@ -155,8 +156,8 @@ def device_for(
 ) -> DeviceSpec:
     """Find a device as measured here or in the catalogue, else as a model was trained on it.
 
-    Simulators need figures, such as the sizes of systolic arrays, that the catalogue has and older
-    models may lack.
+    Simulators need data, such as sizes of systolic arrays, that the catalogue has and older models
+    may lack.
 
     Raises:
         DeviceError: The device is unknown.
@@ -177,14 +178,14 @@ def fidelity(
         OpcastError: The estimator cannot be used for the device.
     """
     prediction = predictor.predict_lowered(lowered, device)
-    # The part after the colon names what was learned from; here only the kind matters.
+    # The part after the colon is the training data; only the kind matters here.
     sources = [k.source.split(":")[0] for k in prediction.kernels]
     own = tuple(name == ROOFLINE or source != ROOFLINE for source in sources)
     times = np.array([k.total_us for k in prediction.kernels])
     total = float(times.sum())
-    # Optional in the estimator protocol: only wrappers of simulators leave kernels out.
+    # Optional in the estimator protocol: only wrappers of simulators omit kernels.
     explain = getattr(predictor.model_for(device).estimator, "reasons", None)
     reasons = explain(lowered.kernels, device) if explain else [""] * len(own)
-    # An empty program is fully covered: there is nothing that the estimator left to the roofline.
+    # An empty program counts as fully covered.
     covered = float(times[list(own)].sum()) / total if total else 1.0
     return Fidelity(name, prediction, covered, own, tuple(reasons))

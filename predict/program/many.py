@@ -1,4 +1,4 @@
-"""Many programs on many devices: a program is lowered for each chip, not for each design."""
+"""Many programs on many devices; a program is lowered once per chip, not per design."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from .case import ProgramCase
     from .predictor import Predictor
 
-#: What stands for a program.
+#: Any representation of a program.
 Asked = TypeVar("Asked")
-#: Figures and notes of a program on each design of a chip, or why one has none.
+#: Returns the figures and notes of a program on each design of a chip, or an error.
 Answers = Callable[[Callable[[], object], "Chip"], "list[JsonObject | Exception]"]
 
-#: Between the notes of a row.
+#: Separator between the notes of a row.
 NOTES = " | "
-#: Cost of one run with its interval.
+#: Columns for the cost of one run, with its interval.
 COST_KEYS = ("cost", "cost_lo", "cost_hi")
-#: Columns of a table besides the figures of the designs.
+#: Columns of a table besides the parameters of designs.
 _FIGURES = (
     *LATENCY_KEYS,
     "peak_memory_bytes",
@@ -55,8 +55,8 @@ class Chip:
     """A device, or the designs of a device file with ranges.
 
     Attributes:
-        name: As it was asked for.
-        designs: One, or several that share the kernels of the first.
+        name: Name as given by the user.
+        designs: A single design, or several that share the kernels of the first.
     """
 
     name: str
@@ -69,9 +69,9 @@ def find_chips(
     """Find devices by names or files; a file may have ranges (docs/devices.md).
 
     Args:
-        names: As the command line has them.
+        names: Names as given on the command line.
         known: Devices that the model was trained on.
-        here: What ``local`` is, if it was measured already.
+        here: The device ``local``, if it was measured already.
 
     Raises:
         DeviceError: A device is unknown, or a file is wrong.
@@ -98,20 +98,20 @@ def predict_many(
     """Predict every program on every design.
 
     Args:
-        programs: What ``opened`` takes, such as files.
+        programs: Inputs of ``opened``, such as files.
         chips: The devices.
-        answers: :func:`by_xla`, and what :func:`by_torch` gives, by framework.
-        progress: Told how many of all predictions are done.
-        opened: Makes what is read of an entry of ``programs``, once for each; the command line
-            imports ``module.py:function`` so.
-        prices: Of a device for an hour, by name; under an empty name, of all others.
+        answers: :func:`by_xla`, and results of :func:`by_torch`, by framework.
+        progress: Called with the numbers of finished and of all predictions.
+        opened: Opens an entry of ``programs``, once per entry; the command line imports
+            ``module.py:function`` like this.
+        prices: Dollars per device hour, by name; an empty name applies to all others.
 
     Returns:
-        A row for each program, design and framework: ``program``, ``device``, the figures of the
-        design, ``latency_us``, ``lo_us``, ``hi_us``, memory, energy, ``notes`` (joined by
-        :data:`NOTES`) and ``error``; with prices also ``cost``, ``cost_lo`` and ``cost_hi`` of one
-        run. What cannot be predicted has an ``error`` and no time. After Ctrl-C so do the rows that
-        are left, of which ``attrs["left"]`` is the number.
+        A row per program, design and framework: ``program``, ``device``, the design's parameters,
+        ``latency_us``, ``lo_us``, ``hi_us``, memory, energy, ``notes`` (joined by :data:`NOTES`)
+        and ``error``; with prices also ``cost``, ``cost_lo`` and ``cost_hi`` of one run. A failed
+        prediction has an ``error`` and no time. After Ctrl-C so do the remaining rows, counted by
+        ``attrs["left"]``.
     """
     asked = [
         (str(program), design, framework)
@@ -135,7 +135,7 @@ def predict_many(
                 if progress is not None:
                     progress(len(rows), len(asked))
     except KeyboardInterrupt:
-        # Compiling for a dozen chips takes long; what is known is kept.
+        # Compiling for a dozen chips takes long, so finished rows are kept.
         if not rows:
             raise
     left = asked[len(rows) :]
@@ -155,17 +155,17 @@ def predict_on(
     answers: Mapping[str, Answers],
     known: Mapping[str, DeviceSpec],
 ) -> pd.DataFrame:
-    """Predict one program on several devices, of PyTorch at several numbers of samples.
+    """Predict one program on several devices; a PyTorch program also at several batch sizes.
 
     Args:
         program: The program.
         devices: Names and files.
-        batches: Numbers of samples; if none, as its inputs have them.
-        answers: As of :func:`predict_many`.
+        batches: Batch sizes; if none, that of its inputs.
+        answers: See :func:`predict_many`.
         known: Devices that the model was trained on.
 
     Returns:
-        As of :func:`predict_many`, with ``batch`` instead of ``program``, or with neither.
+        See :func:`predict_many`, with ``batch`` instead of ``program``, or with neither.
 
     Raises:
         DeviceError: There are no devices, or one is unknown.
@@ -173,7 +173,7 @@ def predict_on(
     from ...features.ir.torch.program import TorchProgram, with_batch
 
     if not devices:
-        raise DeviceError("an empty list of devices", hint="such as device=['h100-sxm', 'l4']")
+        raise DeviceError("an empty list of devices", hint="give device=['h100-sxm', 'l4']")
     chips = find_chips(devices, known)
     if isinstance(program, TorchProgram) and batches:
         sizes = list(dict.fromkeys(batches))
@@ -190,24 +190,24 @@ def _row(program: str, design: Design, framework: str, found: JsonMapping) -> Js
 
 
 def _priced(found: JsonMapping, device: str, prices: Mapping[str, float] | None) -> JsonObject:
-    """Cost of one run, or a further note that no price is known for the device."""
+    """Return the cost of one run, or a note that the device has no price."""
     if not prices or (price := price_of(device, prices)) is not None:
         return {**run_cost(found, price if prices else None)}
-    lacks = f"no cost: --price names none of {device}"
+    lacks = f"no cost: --price has none for {device}"
     return {"notes": NOTES.join(filter(None, (str(found["notes"]), lacks)))}
 
 
 def price_of(device: str, prices: Mapping[str, float]) -> float | None:
-    """Price of a device for an hour; ``None`` if none is given that holds for it."""
+    """Return the price of a device hour; ``None`` if there is none for the device."""
     return prices.get(device, prices.get(""))
 
 
 def run_cost(found: JsonMapping, price: float | None) -> dict[str, float]:
-    """Keys of the cost of one run, in the price's currency; none without a price.
+    """Return the cost of one run, in the price's currency; empty without a price.
 
     Args:
-        found: Has the keys of a time (:data:`~opcast.common.interval.LATENCY_KEYS`).
-        price: Of the device for an hour.
+        found: Prediction with the keys of :data:`~opcast.common.interval.LATENCY_KEYS`.
+        price: Price of a device hour.
     """
     seconds = Interval(*(float(found[key]) * 1e-6 for key in LATENCY_KEYS))
     return cost_fields(price, seconds, 1)
@@ -218,7 +218,7 @@ def by_xla(predictor: Predictor, like: ProgramCase) -> Answers:
 
     Args:
         predictor: Loaded models.
-        like: What is asked about every program; program and device are those of each row.
+        like: Settings of every prediction; its program and device are replaced.
     """
 
     def answers(opened: Callable[[], object], chip: Chip) -> list[JsonObject | Exception]:
@@ -254,13 +254,13 @@ def by_xla(predictor: Predictor, like: ProgramCase) -> Answers:
 def by_torch(
     predictors: Mapping[str, TorchPredictor], *, strict: bool = False
 ) -> dict[str, Answers]:
-    """Predict programs of PyTorch by its own kernels, recorded once for devices of the same ones.
+    """Predict PyTorch programs by PyTorch's kernels; a recording is shared by similar devices.
 
     Args:
         predictors: Loaded models, by framework.
         strict: Whether an operator without a learned estimate is an error.
     """
-    # Kept with its program: the last one only, since they come in order.
+    # Only the last recording is kept, since programs come in order.
     last: list[tuple[object, Recording]] = []
 
     def answers(
@@ -290,7 +290,7 @@ def _caught(answer: Callable[[], JsonObject]) -> JsonObject | Exception:
 
 
 def _figures(data: Mapping[str, object], notes: Sequence[str]) -> JsonObject:
-    """Columns of a table but the framework; one of PyTorch has no lowering."""
+    """Return the columns of a table except the framework; a PyTorch program has no lowering."""
     own = {name: data.get(name) for name in _FIGURES if name != "framework"}
     return {**own, "notes": NOTES.join(notes)}
 
@@ -299,9 +299,9 @@ def _said(error: Exception) -> str:
     return str(error if isinstance(error, OpcastError) else fault(error))
 
 
-#: Most lines whose intervals are drawn: more bands would cover each other.
+#: Maximum lines with a drawn interval, since more bands would overlap.
 _BANDS = 4
-#: Most lines of a legend's column, and of designs that have a colour and a name each: what fits
+#: Maximum entries per column of the legend, and designs with their own colour and name: what fits
 #: beside the axes.
 _ENTRIES = 24
 
@@ -309,11 +309,11 @@ _ENTRIES = 24
 def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
     """Plot times: over the first range of designs as lines, else as bars for each program.
 
-    Intervals are drawn as bands of up to four lines, and as whiskers of bars. Where there are too
-    many lines to name each, the designs of a program share a colour and a name.
+    Intervals are drawn as bands of up to four lines, and as whiskers of bars. If there are too many
+    lines to name each, the designs of a program share a colour and a name.
 
     Args:
-        frame: Of :func:`predict_many`.
+        frame: Result of :func:`predict_many`.
         path: Image to write.
     """
     from matplotlib import colormaps
@@ -328,12 +328,12 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
         across, others = axes_of[0], axes_of[1:]
         designs = known.dropna(subset=[across]).groupby(["program", *others])
         others_of = known[known[across].isna()].groupby(["program", "device"])
-        # All designs of a program, or each of them.
+        # All designs of a program share an entry, or each has its own.
         together = len(designs) + len(others_of) > _ENTRIES and bool(others)
         kinds = {key: key[:1] if together else key for key, _ in designs}
         places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds.values()))}
         count = len(places) + len(others_of)
-        # The cycle of colours ends at ten.
+        # The colour cycle has ten colours.
         palette = colormaps["tab10" if count <= 10 else "turbo"].resampled(max(count, 10))
         for key, part in designs:
             line = part.sort_values(across)
@@ -368,7 +368,7 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
     handles, labels = axes.get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
     if len(named) > 6:
-        # Beside the axes: it would hide what they show.
+        # Beside the axes, so that it does not hide the plot.
         axes.legend(
             list(named.values()),
             list(named),
@@ -379,5 +379,5 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
         )
     else:
         axes.legend(list(named.values()), list(named), fontsize=8)
-    # As wide and as high as the legend needs.
+    # Size the image to include the legend.
     figure.savefig(path, dpi=120, bbox_inches="tight")

@@ -1,4 +1,4 @@
-"""Notes on a predicted program: what its model knows of the device, and what the compiler did."""
+"""Notes on a predicted program: limits of the model for the device, and compiler decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...models.cost_model import CostModel
 
 
-#: Names that XLA's HloRematerialization gives to the copies that it computes again.
+#: Name suffix of instructions that XLA's HloRematerialization duplicates.
 _REMATERIALISED = re.compile(r"\.remat\d*(?:\.|$)")
 
 
@@ -29,31 +29,31 @@ def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec)
 
 
 def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
-    """Notes on how a device was found, when it was measured, and how fast it runs now."""
+    """Return notes on how a device was identified, when it was measured, and its current speed."""
     speed = speed_of(device)
     changed = (
-        f"this machine runs at {speed} of when it was measured: times are scaled by what is "
-        "slower, and intervals hold both speeds",
+        f"this machine runs at {speed} of its speed when it was measured: times are scaled "
+        "where it is slower, and intervals include both speeds",
     )
     notes = [*_taken(device), *(changed if speed.ratios else ())]
     if formers := former_speeds(device):
         low, high = 1 / formers[1].factor, formers[0].factor
         notes.append(
-            f"earlier measurements of its ceilings give {low:.2f} to {high:.2f} times the time: "
-            "intervals hold them"
+            f"earlier measurements of its ceilings correspond to {low:.2f} to {high:.2f} times the "
+            "time: intervals include them"
         )
     return (*notes, *generation_note(device))
 
 
 def _taken(device: DeviceSpec) -> tuple[str, ...]:
-    """A note that a device was matched by name alone, or the time of its measurement."""
+    """Return a note that a device was matched by name only, or when it was measured."""
     if device.extra.get(BY_NAME):
         return (
-            f"this machine is taken for the {device.name} of the model by its name alone; "
-            "to measure it: opcast device --save",
+            f"this machine is assumed to be the model's {device.name} by its name only; to measure "
+            "it: opcast device --save",
         )
     if isinstance(taken := device.extra.get(MEASURED_AT), str):
-        # Device files are untrusted: their text is cut and printed without control sequences.
+        # Device files are untrusted: text is truncated, and control sequences are removed.
         return (f"{device.name} was measured on {printable(taken[:40])}",)
     return ()
 
@@ -61,13 +61,13 @@ def _taken(device: DeviceSpec) -> tuple[str, ...]:
 def _model_limits(
     model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> tuple[str, ...]:
-    """The estimator's own notes, or a note that it was not trained on the device."""
-    # First: a machine that only shares its name with a trained one would pass as known below.
+    """Return the estimator's own notes, or a note that it was not trained on the device."""
+    # Checked first, since a machine that shares its name with a trained one would pass below.
     other = model.unlike(device)
     if other is not None:
         return (
             f"{device.name} measures {other} of the {base_name(device.name)} that the model was "
-            "trained on: it is taken for another device, intervals are wider; profile this device "
+            "trained on: it is treated as another device with wider intervals; profile this device "
             "and train on it, or adapt the model: opcast calibrate --device local --budget 5m",
         )
     own = getattr(model.estimator, "notes", None)
@@ -86,24 +86,24 @@ def _model_limits(
 
 
 def rematerialised(kernels: Sequence[Kernel], latency: np.ndarray) -> tuple[str, ...]:
-    """A note if the compiler computes values again that it has no memory to keep."""
+    """Return a note if the compiler recomputes values to save memory."""
     own = np.array([bool(_REMATERIALISED.search(k.name)) for k in kernels], bool)
     if not own.any():
         return ()
     times = latency * np.array([k.multiplicity for k in kernels], np.float64)
     share = float(times[own].sum() / (times.sum() or 1.0))
     return (
-        f"to need less memory, the compiler computes {int(own.sum())} kernels' values again "
-        f"(rematerialisation), {share:.1%} of the kernels' time: a smaller batch or "
-        "recomputation of your own choice may be faster",
+        f"to save memory, the compiler computes {int(own.sum())} kernels' values again "
+        f"(rematerialisation), {share:.1%} of the kernel time: a smaller batch or your own "
+        "choice of recomputation may be faster",
     )
 
 
 def capped_note(watts: float | None) -> tuple[str, ...]:
-    """A note that the device is held below a power; none without one."""
+    """Return a note that the device is power-capped; none without a cap."""
     if watts is None:
         return ()
     return (
-        f"held below {watts:g} W: kernels are slower by what the law of power takes off the clock "
+        f"held below {watts:g} W: kernels are slowed down as the power law lowers the clock "
         "(docs/simulate.md)",
     )

@@ -1,4 +1,4 @@
-"""What is predicted of a program: its time, kernels, memory and energy, and notes beside it."""
+"""Prediction of a program: its time, kernels, memory and energy, with notes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from ...models.cost_model import CostModel
     from ...models.program.program_model import ProgramPrediction
 
-#: Source lines that a refusal names.
+#: Maximum source lines to name in a refusal.
 _LINES = 3
-#: Sources of estimates that need not know what a kernel does.
+#: Sources of estimates that do not depend on what a kernel does.
 _OBSERVED = ("measured", "simulator", "compiler")
-#: Ops of users that are products.
-_PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
+#: User ops that are matrix products.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +42,19 @@ class KernelEstimate:
         name: Instruction name in the lowered program.
         kind: Kind of kernel.
         latency_us: Predicted latency.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end of the 90 % interval.
+        lo_us: Lower bound of the 90 % interval.
+        hi_us: Upper bound of the 90 % interval.
         multiplicity: Executions per program run.
         bound: ``compute``, ``memory``, ``latency`` or ``communication``.
-        source: ``measured``, ``learned``, ``roofline`` or ``compiler``; a colon and what it was
-            learned from may follow.
+        source: ``measured``, ``learned``, ``roofline`` or ``compiler``, optionally followed by a
+            colon and the training data.
         in_domain: Whether the model was trained on similar kernels.
         flops: Floating-point operations of one execution.
         bytes: Bytes touched by one execution.
         source_op: StableHLO op that it mainly came from.
         source_line: ``file:line`` in the user's program, or empty.
         module: Modules that it belongs to, such as ``Llama/Block_0/attention``, or empty.
-        phase: ``forward``, ``backward`` or ``recomputed``; empty where no gradient is taken.
+        phase: ``forward``, ``backward`` or ``recomputed``; empty without gradients.
     """
 
     name: str
@@ -81,7 +80,7 @@ class KernelEstimate:
 
     @property
     def what(self) -> str:
-        """The op that it mainly came from, as the user's code names it, or its kind."""
+        """The op that it mainly came from, as named in the user's code, or its kind."""
         return self.source_op.removeprefix("stablehlo.") or self.kind
 
 
@@ -90,8 +89,8 @@ class Memory(NamedTuple):
 
     Attributes:
         peak_bytes: Peak on the device.
-        device_bytes: What the device has; 0 if unknown.
-        fits: Whether the peak is within it; ``None`` if that is unknown.
+        device_bytes: Memory of the device; 0 if unknown.
+        fits: Whether the peak fits; ``None`` if that is unknown.
         source: ``compiler`` or ``liveness``.
     """
 
@@ -107,8 +106,8 @@ class Prediction(InSeconds):
 
     Attributes:
         latency_us: Time of one run of the program.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end of the 90 % interval.
+        lo_us: Lower bound of the 90 % interval.
+        hi_us: Upper bound of the 90 % interval.
         kernels: Kernels in schedule order.
         peak_memory_bytes: Peak device memory.
         memory_source: ``compiler`` or ``liveness``.
@@ -117,10 +116,10 @@ class Prediction(InSeconds):
         device: Name of the device.
         notes: Known limits of the prediction.
         compiler: Compiler and version, if a compiler made the kernels.
-        device_memory_bytes: Memory of the device that programs can have; 0 if unknown.
+        device_memory_bytes: Device memory available to programs; 0 if unknown.
         energy: Joules of one run with their 90 % interval; ``None`` if the device's power limit is
-            not known.
-        standing: The ``notes`` about the model and the device, whatever the program.
+            unknown.
+        standing: The ``notes`` on the model and the device, independent of the program.
     """
 
     latency_us: float
@@ -139,19 +138,19 @@ class Prediction(InSeconds):
     energy: Interval | None = None
 
     def __repr__(self) -> str:
-        """Time, interval, device and number of kernels; the fields would fill pages."""
+        """Return a summary: time, interval, device and number of kernels."""
         return f"Prediction({self._said()}, {len(self.kernels)} kernels)"
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the device's memory; ``None`` if that is unknown."""
+        """Whether the peak fits into the device's memory; ``None`` if that is unknown."""
         if not self.device_memory_bytes:
             return None
         return self.peak_memory_bytes <= self.device_memory_bytes
 
     @property
     def memory(self) -> Memory:
-        """Peak memory, what the device has, and whether that is enough."""
+        """Peak memory, memory of the device, and whether it fits."""
         return Memory(
             self.peak_memory_bytes, self.device_memory_bytes, self.fits, self.memory_source
         )
@@ -172,19 +171,19 @@ class Prediction(InSeconds):
         return sum(k.total_us for k in self.kernels if k.in_domain) / total
 
     def top(self, count: int = 10) -> list[KernelEstimate]:
-        """Return the kernels that take most time over all their executions."""
+        """Return the kernels with the longest time over all executions."""
         return sorted(self.kernels, key=lambda k: -k.total_us)[:count]
 
     def by(self, key: str) -> list[Group[KernelEstimate]]:
-        """Put the kernels together by ``line``, ``module``, ``kind`` or ``phase``.
+        """Group the kernels by ``line``, ``module``, ``kind`` or ``phase``.
 
         Returns:
-            What takes most time first.
+            Groups, the longest time first.
         """
         return grouped(self.kernels, key)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast predict --json`` prints it."""
+        """Return JSON data, as ``opcast predict --json`` prints it."""
         return {
             **latency_of(self),
             **energy_fields(self.energy),
@@ -212,10 +211,10 @@ def in_program(
     """Predict a program and its kernels in context, at the speeds that its device may have.
 
     Args:
-        model: Predicts programs.
+        model: Predictor of programs.
         lowered: The program.
-        device: Its device.
-        isolated: The kernels by themselves.
+        device: The device.
+        isolated: Predictions of the isolated kernels.
     """
     if speed_of(device).ratios or former_speeds(device):
         from ...models.adapt.device_correction import in_program_at_speeds
@@ -229,17 +228,17 @@ def check_known(
     source: np.ndarray,
     rest: Callable[[np.ndarray], ProgramPrediction] | None = None,
 ) -> None:
-    """Refuse a time that would rest on custom calls of which nothing is known.
+    """Refuse a time that would depend on unknown custom calls.
 
     Args:
-        kernels: Of a program.
-        source: What each one's estimate rests on; what was measured or compiled needs no more.
-        rest: Predicts the program without the kernels of a mask, which the message tells.
+        kernels: Kernels of a program.
+        source: Source of each estimate; measured and compiler estimates are always accepted.
+        rest: Predicts the program without the masked kernels, for the message.
 
     Raises:
-        UnknownCallError: There are some.
+        UnknownCallError: A kernel runs an unknown custom call.
     """
-    # Lowering takes long to import, and few programs have such a call.
+    # Imported late: lowering takes long to import, and few programs have such a call.
     from ...features.lowering.op import call_remedy
 
     apart = np.zeros(len(kernels), bool)
@@ -265,7 +264,7 @@ def check_known(
         known += f"; all else takes {duration(own.latency * 1e6)} (90 % interval {ends})"
     raise UnknownCallError(
         f"outside what opcast knows: the custom call{'s' if len(counts) > 1 else ''} "
-        f"{', '.join(named)}, whose work no rule and no package tells{known}",
+        f"{', '.join(named)}, whose work no rule or package describes{known}",
         where=", ".join(list(lines)[:_LINES]),
         hint="; ".join(dict.fromkeys(map(call_remedy, counts))),
     )
@@ -281,17 +280,17 @@ def origin(kernel: KernelEstimate) -> str:
 def kernel_estimates(
     kernels: Sequence[Kernel], found: KernelPrediction, source: SourceProgram | None
 ) -> tuple[KernelEstimate, ...]:
-    """Kernels with their predictions.
+    """Return kernels with their predictions.
 
     Args:
         kernels: Kernels of a program.
         found: Their predictions.
-        source: The program that they were made of, which names their modules.
+        source: The program before lowering, which names their modules.
     """
     from ...features.kernels.provenance import ModulePath, ModulePaths
 
     paths = ModulePaths(source) if source is not None else None
-    # Converted as whole columns: reading NumPy scalars one by one is many times slower.
+    # Whole columns are converted, since reading NumPy scalars one by one is far slower.
     times = [(own * 1e6).tolist() for own in (found.latency, found.lo, found.hi)]
     about = [own.tolist() for own in (found.bound, found.source, found.in_domain)]
     estimates = []
@@ -323,9 +322,9 @@ def kernel_estimates(
 
 
 def _kind(kernel: Kernel) -> str:
-    """Kind of a kernel as its user calls it.
+    """Return the kind of a kernel in the user's terms.
 
-    A TPU's compiler writes products as convolutions, and fused attention is two products.
+    A TPU's compiler turns products into convolutions, and fused attention into two products.
     """
     if kernel.kind == "gemm" and is_attention(kernel.op):
         return "attention"

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from ...models.cost_model import CostModel
     from ...models.operators import OpModel
 
-#: Single-kernel answers that :meth:`Predictor.latency_us` remembers; a full memory is emptied. It
-#: bounds the memory of long runs. Engineering estimate.
+#: Maximum single-kernel results that :meth:`Predictor.latency_us` caches before it empties the
+#: cache. Engineering estimate, to bound the memory of long runs.
 MEMO_SIZE = 200_000
-#: Trips that the upper end of a program's time allows for in a loop that runs as often as data say.
+#: Trips that the upper bound of a program's time assumes for a loop with a data-dependent count.
 #: Engineering estimate.
 _TRIPS = 1000
 _OPEN_NOTE = (
-    f"the time of a loop of unknown length is that of one trip: the upper end allows for {_TRIPS:,}"
+    f"a loop of unknown length is counted as one trip; the upper bound assumes {_TRIPS:,} trips"
 )
 
 
@@ -50,9 +50,9 @@ class Predictor:
 
     Args:
         model: A loaded cost model.
-        cache: Cache of lowered programs; ``None`` takes the default folder.
-        by_platform: Models for devices of a platform that ``model`` was not trained on.
-        operators: Name or folder of the model that answers for operators of libraries.
+        cache: Cache of lowered programs; ``None`` for the default folder.
+        by_platform: Models for devices of platforms that ``model`` was not trained on.
+        operators: Name or folder of the model for library operators.
 
     Single latencies may be queried from several threads.
     """
@@ -80,7 +80,7 @@ class Predictor:
         """Devices that any of the models was trained on, by name."""
         others = [model.devices for model in self.by_platform.values()]
         found: dict[str, DeviceSpec] = {}
-        # The predictor's own model wins where several describe a device.
+        # The predictor's own model takes precedence.
         for known in (*others, self.model.devices):
             found.update(known)
         return found
@@ -101,7 +101,7 @@ class Predictor:
     def model_for(self, device: DeviceSpec) -> CostModel:
         """Select the model for a device."""
         # By platform, not by name: a model of GPUs extrapolates to an unseen GPU far better than
-        # the default model of CPUs would.
+        # the default CPU model would.
         if any(d.platform == device.platform for d in self.model.devices.values()):
             return self.model
         return self.by_platform.get(device.platform, self.model)
@@ -127,15 +127,15 @@ class Predictor:
                 the platform of ``device``, wherever this runs.
             args: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``.
             device: Name, path of a device file, or description.
-            lowering: ``xla`` (the device's own compiler, present or not), ``fused`` (our own
-                fusion rules), ``op``, or ``auto``: ``xla`` where that compiler is installed.
-            trip_counts: Trips of loops whose count cannot be found: one number for all, or by name.
+            lowering: ``xla`` (the device's own compiler, with or without the device), ``fused``
+                (opcast's fusion rules), ``op``, or ``auto``: ``xla`` if that compiler is installed.
+            trip_counts: Trips of loops with unknown counts: one number for all, or by name.
             strict: Raise instead of falling back to the roofline for a kernel.
-            fallback: Lowering to take where the device's compiler is missing or fails.
+            fallback: Lowering to use if the device's compiler is missing or fails.
             settings: Limits and options of that compiler.
             power_cap_w: Sustained power of the device in watts, below its limit.
-            kwargs: Keyword arguments of a function. One that has the name of an option here goes
-                into a lambda around it.
+            kwargs: Keyword arguments of a function. Wrap the function in a lambda if one has the
+                name of an option here.
 
         Raises:
             OpcastError: The program, device, lowering or power cap is not usable, ``strict`` is not
@@ -147,16 +147,16 @@ class Predictor:
         return self.answer(ProgramCase(program, options, args, kwargs, strict, power_cap_w))
 
     def answer(self, case: ProgramCase) -> Prediction:
-        """Predict a whole program; its options' cache is replaced by the predictor's.
+        """Predict a whole program; the cache in its options is replaced by the predictor's.
 
         Raises:
-            OpcastError: As for :meth:`predict`.
+            OpcastError: See :meth:`predict`.
         """
         from ...features.ir.untrusted import well_formed
 
         with paused_collection():
             source, lowered, device = case.lower(self)
-        # HLO attributes that contradict their shapes surface only while features are computed.
+        # HLO attributes that contradict their shapes are only noticed when features are computed.
         with well_formed(source), paused_collection():
             return self.predict_lowered(
                 lowered,
@@ -178,16 +178,16 @@ class Predictor:
         """Predict a program that is already lowered.
 
         Args:
-            lowered: Its kernels.
+            lowered: The lowered program.
             device: The device.
-            strict: As for :meth:`predict`.
-            source: The program that they were made of, which names their modules.
-            power_cap_w: As for :meth:`predict`.
+            strict: See :meth:`predict`.
+            source: The program before lowering, which names the kernels' modules.
+            power_cap_w: See :meth:`predict`.
 
         Raises:
-            DeviceError: The device is unknown, or a cap is outside what it allows.
+            DeviceError: The device is unknown, or a cap is outside its range.
             StrictError: ``strict`` is set and a kernel has no learned estimate.
-            UnknownCallError: A kernel runs a custom call of which nothing is known.
+            UnknownCallError: A kernel runs an unknown custom call.
         """
         device = resolve_device(device, self.devices)
         cap = cap_share(power_cap_w, device)
@@ -199,18 +199,17 @@ class Predictor:
             kernels = by_compiler(
                 kernels, lowered.kernels, device, model.predict_kernels, model.base_of(device)
             )
-        # Arguments and results of the program may be the refused calls' alone.
+        # Arguments and results of the program may belong only to the refused calls.
         rest = replace(lowered, entry_bytes=0.0)
         asked = lowered.kernels, kernels.source
         check_known(*asked, lambda out: model.predict_program(rest, device, kernels.without(out)))
-        # On the kernels in isolation: corrections for the context do not change the source.
+        # On the isolated kernels: corrections for context do not change the source.
         if strict:
             _require_learned(lowered.kernels, kernels.source)
-        # Latencies in context (cache contents left by neighbours) may differ from those in
-        # isolation.
+        # Latencies in context (cache contents left by neighbours) may differ from isolated ones.
         own = model, lowered, device
         isolated = capped_kernels(kernels, lowered.kernels, device, cap)
-        # A cap makes nothing faster: the lower end stays above what holds without one.
+        # A cap makes nothing faster, so the lower bound stays above that without a cap.
         free = in_program(*own, kernels)[1].lo if cap < 1.0 else 0.0
         kernels, program = in_program(*own, isolated)
         total = Interval(program.latency, program.lo, program.hi)
@@ -231,7 +230,7 @@ class Predictor:
             lowering=lowered.lowering,
             model=model.name,
             device=device.name,
-            # What the lowering could not do comes first, then what the model does not know.
+            # Notes on the lowering come first, then those on the model.
             notes=(
                 *rematerialised(lowered.kernels, kernels.latency),
                 *lowered.notes,
@@ -240,7 +239,7 @@ class Predictor:
                 *(capped_note(power_cap_w) if cap < 1.0 else ()),
                 *standing,
             ),
-            # A figure that the user's own device file could give is not a limit of the model.
+            # A value that the user's own device file could give is not a limit of the model.
             standing=tuple(n for n in standing if n not in generation_note(device)),
             energy=program_energy(
                 lowered.kernels,
@@ -264,23 +263,21 @@ class Predictor:
         Raises:
             DeviceError: The device is unknown.
             ProgramError: The text does not describe an operator.
-            ModelError: The model does not know the family.
+            ModelError: The model lacks the family.
         """
         ask = what if isinstance(what, str) else what.hash
         key = (ask, device if isinstance(device, str) else id(device))
-        # Read without the lock: a dict look-up is atomic, and a miss is checked again by computing
-        # it.
+        # Read without the lock: a dict look-up is atomic, and a miss only repeats the computation.
         found = self._memo.get(key)
         if found is None:
             with self._lock:
                 found = float(self.latencies_us([what], device)[0])
                 if len(self._memo) >= MEMO_SIZE:
-                    # Dropping everything is cheaper than keeping an order of use for each of
-                    # millions of hits.
+                    # Emptying is cheaper than tracking the order of use over millions of hits.
                     self._memo.clear()
                     self._described.clear()
                 if not isinstance(device, str):
-                    # Kept alive, so that its id stays its own.
+                    # Kept alive, so that its id is not reused.
                     self._described[id(device)] = device
                 self._memo[key] = found
         return found
@@ -291,14 +288,14 @@ class Predictor:
         """Predict latencies of many kernels or operators in microseconds, shape ``(n,)``.
 
         Raises:
-            OpcastError: As for :meth:`latency_us`.
+            OpcastError: See :meth:`latency_us`.
         """
         spec = self._spec(device)
         kernels = [(i, w) for i, w in enumerate(what) if not isinstance(w, str)]
         texts = [(i, w) for i, w in enumerate(what) if isinstance(w, str)]
-        # Kernels and operators go to different models, each in one call, and back in their order.
+        # Kernels and operators go to different models, each in one call, and are merged in order.
         found = np.empty(len(what))
-        # Models are loaded and their tables built on first use, which threads must not do at once.
+        # Models are loaded and their tables built on first use, which is not thread-safe.
         with self._lock:
             if kernels:
                 asked = [k for _, k in kernels]
@@ -310,7 +307,7 @@ class Predictor:
         return found
 
     def _spec(self, device: str | DeviceSpec) -> DeviceSpec:
-        """Description of a device, cached by name, since looking for files takes a millisecond."""
+        """Return a device's description, cached by name, since finding files takes a ms."""
         if not isinstance(device, str):
             return device
         found = self._specs.get(device)
@@ -319,9 +316,9 @@ class Predictor:
         return found
 
     def operator_vendor(self, spec: DeviceSpec) -> str:
-        """Whose libraries run operators without a method on a device; empty for NVIDIA's.
+        """Return the vendor of the libraries that run operators on a device; empty for NVIDIA.
 
-        Only a model with XLA's products can answer for the others.
+        Only a model with XLA's products covers other vendors.
         """
         return spec.vendor if "xla/linear" in self.operators.families else ""
 
@@ -340,9 +337,9 @@ class Predictor:
 def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -> Predictor:
     """Load a model by name (shipped or registered) or from its folder.
 
-    ``default`` loads the shipped model of every platform; the device selects one of them. A model
-    of library operators is loaded together with those of ``default``, which predict programs. The
-    roofline and the simulators learn nothing and have no folder, only a name.
+    ``default`` loads the shipped models of all platforms; the device selects one of them. A model
+    of library operators is loaded together with the ``default`` models, which predict programs. The
+    roofline and the simulators are not trained and have a name, but no folder.
 
     Raises:
         ModelError: No such model, or its folder is damaged or of another version.
@@ -363,7 +360,7 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
 
 
 def roofline_predictor() -> Predictor:
-    """Make a predictor that uses the roofline alone, for any device."""
+    """Return a predictor that only uses the roofline, for any device."""
     from ...models.cost_model import CostModel
     from ...models.estimators.linear import RooflineEstimator
 
@@ -371,22 +368,22 @@ def roofline_predictor() -> Predictor:
 
 
 def load_for_programs(model: str | Path = "default") -> Predictor:
-    """Load a model for programs; as :func:`load`, but refuses models of library operators.
+    """Load a model for programs like :func:`load`, but refuse models of library operators.
 
     Raises:
-        ModelError: As for :func:`load`, or the model is one of library operators.
+        ModelError: See :func:`load`; or the model is one of library operators.
     """
     from ...models.core.store import predicts_operators, read_manifest
     from ...models.cost_model import CostModel
 
     if not is_untrained(model) and predicts_operators(read_manifest(find_model(model))):
-        CostModel.load(find_model(model))  # raises an error that names the content of the folder
+        CostModel.load(find_model(model))  # raises with the contents of the folder
     return load(model)
 
 
 def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
     for kernel, origin in zip(kernels, source.tolist(), strict=True):
-        # Control kernels take no time of their own, so there is nothing to learn about them.
+        # Control kernels take no time, so there is nothing to learn about them.
         own = origin.split(":")[0] in ("learned", "measured", "simulator")
         if not own and kernel.kind != "control":
             where = f"{kernel.sources[0].file}:{kernel.sources[0].line}" if kernel.sources else ""

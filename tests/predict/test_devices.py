@@ -107,7 +107,7 @@ def test_a_machine_taken_by_its_name_is_told(device, predictor, step_file, monke
     assert (local.latency_us, local.lo_us, local.hi_us) == (
         named.latency_us, named.lo_us, named.hi_us,
     )  # fmt: skip
-    assert "by its name alone" in local.notes[-1]
+    assert "by its name only" in local.notes[-1]
     assert named.notes == ()
 
 

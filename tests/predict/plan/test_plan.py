@@ -439,8 +439,8 @@ def test_what_is_known_is_kept(lowered, judged, tmp_path):
     # One was compiled, one failed.
     assert found.notes == (
         "warning: only 2 of 4 chosen plans were compiled, none with data, since the search "
-        "was stopped: a better one may be among the others; the same command again (with the same "
-        "folder of results) continues",
+        "was stopped; others may be better; the same command with the same results folder "
+        "continues it",
     )
     assert [row.error for row in found.rows] == ["", "the compiler crashed"]
     assert found.stopped
