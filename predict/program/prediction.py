@@ -32,6 +32,7 @@ _LINES = 3
 #: Sources of estimates that do not depend on what a kernel does.
 _OBSERVED = ("measured", "simulator", "compiler")
 #: User ops that are matrix products.
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 
 
 @dataclass(frozen=True, slots=True)

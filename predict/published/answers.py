@@ -1,6 +1,6 @@
-"""Predicts the rows of each kind of table of the packs.
+"""Predictions for each kind of table in the packs.
 
-Some rows cannot be asked of the models at all: those get a reason instead of a prediction.
+Rows that the models do not cover get a reason instead of a prediction.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ...models.operators import OpModel
 from ...models.power.model import LEAST, PowerModel
 from ...models.power.rows import power_rows
 
-#: Bytes below which a collective counts as small in the summary: start-ups take most of its time.
+#: Bytes below which a collective counts as small in the summary: latency dominates its time.
 SMALL = 2.0**20
 #: Columns of a prediction, in seconds.
 TIMES = ("latency", "lo", "hi")
-#: The same by the names that models of collectives give them.
+#: The same columns by the names in collective models.
 SECONDS = {f"{name}_s": name for name in TIMES}
-#: Columns of predicted watts: estimate and ends of the 90 % interval.
+#: Columns of predicted power (W): estimate and bounds of the 90 % interval.
 WATTS = ("power_w", "power_lo_w", "power_hi_w")
-_SIZELESS = "a size is no positive number"
+_SIZELESS = "a size is not a positive number"
 
-#: Rows that cannot be asked, and why; a column's name in braces stands for its value.
+#: Mask of refused rows, and the reason; a column's name in braces stands for its value.
 Refused = tuple[np.ndarray, str]
 
 
@@ -46,16 +46,16 @@ def answered(
     ask: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str] = TIMES,
 ) -> pd.DataFrame:
-    """Predict the rows that nothing speaks against.
+    """Predict the rows that are not refused.
 
     Args:
         rows: ``n`` rows.
-        refused: What speaks against some of them; of several reasons the last counts.
-        ask: Returns ``columns`` and ``scope`` of the others.
-        columns: What is predicted.
+        refused: Masks of refused rows with reasons; the last matching reason is used.
+        ask: Returns ``columns`` and ``scope`` of the other rows.
+        columns: Predicted columns.
 
     Returns:
-        The rows with ``reason`` (empty where there is a prediction), ``scope`` and ``columns``.
+        The rows with ``reason`` (empty if there is a prediction), ``scope`` and ``columns``.
     """
     reason = np.full(len(rows), "", object)
     for bad, text in refused:
@@ -76,15 +76,15 @@ def predict_products(table: pd.DataFrame, path: Path, model: OpModel) -> pd.Data
 
     Args:
         table: Rows of XLA's ``matmul`` table or of the kernel pack's ``gemm`` table.
-        path: Its file, for messages.
-        model: Model of operators.
+        path: File of the table, for messages.
+        model: Operator model.
 
     Returns:
-        ``id``, ``device``, ``family`` (source and dtype), ``split`` and ``latency_us`` where given,
-        ``suspect``, ``reason`` (empty where there is a prediction), :data:`TIMES` and ``scope``.
+        ``id``, ``device``, ``family`` (source and dtype), ``split`` and ``latency_us`` if given,
+        ``suspect``, ``reason`` (empty if there is a prediction), :data:`TIMES` and ``scope``.
 
     Raises:
-        DatasetError: A column is missing or holds no numbers.
+        DatasetError: A column is missing or not numeric.
     """
     rows = read_rows(product_rows, table, path)
     sizes = _figures(rows, ("b", "m", "n", "k"))
@@ -92,26 +92,26 @@ def predict_products(table: pd.DataFrame, path: Path, model: OpModel) -> pd.Data
 
 
 def predict_convs(table: pd.DataFrame, path: Path, model: OpModel) -> pd.DataFrame:
-    """Predict a table of convolutions; returns columns as :func:`predict_products`."""
+    """Predict a table of convolutions; for columns see :func:`predict_products`."""
     rows = read_rows(conv_rows, table, path).assign(suspect=False)
     sizes = _figures(rows, (*CONV_SIZES, "channels_last"))
     least = np.array([0.0 if c.startswith("pad") else 1.0 for c in CONV_SIZES] + [0.0])
     layouts, directions = ", ".join(pack_data()["channels_last"]), ", ".join(DIRECTIONS)
     refused = [
         (~(sizes >= least).all(axis=1), _SIZELESS),
-        (np.isnan(sizes[:, -1]), f"the layout is none of {layouts}"),
-        (~rows["op"].isin(DIRECTIONS).to_numpy(), f"the direction is none of {directions}"),
+        (np.isnan(sizes[:, -1]), f"the layout is not one of {layouts}"),
+        (~rows["op"].isin(DIRECTIONS).to_numpy(), f"the direction is not one of {directions}"),
     ]
     return _of_library(rows, refused, model)
 
 
 def _of_library(rows: pd.DataFrame, refused: Sequence[Refused], model: OpModel) -> pd.DataFrame:
-    """Predict rows as operators of a model."""
+    """Predict rows as operators of a model's families."""
     rows = rows.assign(key=family_keys(rows))
     refused = [
         *refused,
         (~rows["key"].isin(model.families).to_numpy(), "the model has no operators {key}"),
-        (~rows["source"].isin(list(methods())).to_numpy(), "nothing was learned from {source}"),
+        (~rows["source"].isin(list(methods())).to_numpy(), "the model has no data from {source}"),
         (~rows["dtype"].isin(list(TABLE_FORMATS)).to_numpy(), "the model has no dtype {dtype}"),
         foreign(rows, model.describes),
     ]
@@ -133,7 +133,7 @@ def predict_blocks(rows: pd.DataFrame, model: OpModel) -> pd.DataFrame:
         model: Model of blocks.
 
     Returns:
-        The rows with ``family`` (of the model, and what ran it), and columns as
+        The rows with ``family`` (the model's, and what ran it); for other columns see
         :func:`predict_products`.
     """
     refused = [
@@ -147,16 +147,16 @@ def predict_blocks(rows: pd.DataFrame, model: OpModel) -> pd.DataFrame:
 
 
 def read_blocks(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Rows of a table as operators of blocks.
+    """Return rows of a table as operators of blocks.
 
     Raises:
-        DatasetError: A column is missing, or holds no numbers.
+        DatasetError: A column is missing or not numeric.
     """
     return read_rows(block_rows, table, path)
 
 
 def _sizeless(rows: pd.DataFrame) -> np.ndarray:
-    """Rows that lack a size they cannot do without, or have a negative one, bool."""
+    """Return a mask of rows that lack a required size or have a negative one."""
     bad = np.zeros(len(rows), bool)
     for key, needed in BLOCK_SIZES.items():
         own = (rows["key"] == key).to_numpy()
@@ -174,7 +174,7 @@ def _sizeless(rows: pd.DataFrame) -> np.ndarray:
 def predict_xla_collectives(
     table: pd.DataFrame, path: Path, links: CollectiveModel
 ) -> pd.DataFrame:
-    """Predict a table of XLA's collectives; returns columns as :func:`predict_products`."""
+    """Predict a table of XLA's collectives; for columns see :func:`predict_products`."""
     rows = read_rows(xla_rows, table, path)
     size, world = _figures(rows, ("bytes", "world_size")).T
     refused = [
@@ -198,14 +198,14 @@ def predict_power(
     """Predict a table of board power: operators and modules.
 
     Args:
-        table: ``power_limit_w``, where given, replaces the limit of the catalogue.
-        path: Its file, for messages.
-        operators: Model of operators, for their times.
-        power: Model of power.
+        table: ``power_limit_w``, if given, replaces the limit of the catalogue.
+        path: File of the table, for messages.
+        operators: Operator model, for times.
+        power: Power model.
 
     Returns:
-        Columns as :func:`predict_products`, with :data:`WATTS` and ``given_w``, the measured watts
-        where the table has them.
+        Columns as :func:`predict_products`, with :data:`WATTS` and ``given_w``, the measured power
+        if the table has it.
 
     Raises:
         DatasetError: A column is missing, or a row lacks a parameter of its family.
@@ -215,7 +215,7 @@ def predict_power(
     given = _figures(rows, ("power_w",))[:, 0] if "power_w" in rows else np.nan
     rows = rows.assign(suspect=False, given_w=given)
     if "source" not in rows:
-        # The only publisher of watts.
+        # The only publisher of power.
         rows["source"] = next(name for name, own in sources().items() if own.watts)
 
     def ask(asked: pd.DataFrame) -> pd.DataFrame:
@@ -234,11 +234,11 @@ def predict_power(
 
 
 def power_note(rows: pd.DataFrame) -> list[str]:
-    """Say how far the predicted watts are from those that a table gives."""
+    """Return a note on the error of predicted power, if the table has measured power."""
     error = (rows["power_w"] / rows["given_w"] - 1).abs()
     known = error.notna()
     if "est_samples" in rows:
-        # Too few readings of the sensor say nothing about a row.
+        # Rows with too few sensor readings are not evaluated.
         known &= rows["est_samples"] >= LEAST
     if not known.any():
         return []
@@ -253,10 +253,10 @@ def power_note(rows: pd.DataFrame) -> list[str]:
 def read_rows(
     read: Callable[[pd.DataFrame], pd.DataFrame], table: pd.DataFrame, path: Path
 ) -> pd.DataFrame:
-    """What a reader of tables gives; its errors name the file.
+    """Apply a table reader, naming the file in its errors.
 
     Raises:
-        DatasetError: A column is missing, or holds no numbers.
+        DatasetError: A column is missing or not numeric.
     """
     try:
         return read(table)
@@ -267,10 +267,10 @@ def read_rows(
 
 
 def required(table: pd.DataFrame, columns: Sequence[str], path: Path) -> None:
-    """Check that a table has some columns.
+    """Check that a table has the required columns.
 
     Raises:
-        DatasetError: It lacks one.
+        DatasetError: A column is missing.
     """
     for column in columns:
         if column not in table:
@@ -278,19 +278,19 @@ def required(table: pd.DataFrame, columns: Sequence[str], path: Path) -> None:
 
 
 def _figures(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
-    """Columns as numbers, nan where they are none, shape ``(n, len(columns))``."""
+    """Return columns as numbers, NaN for other values, shape ``(n, len(columns))``."""
     return np.asarray(rows[list(columns)].apply(pd.to_numeric, errors="coerce").to_numpy(float))
 
 
 def _filled(text: str, rows: pd.DataFrame) -> list[str]:
-    """The text for each row, with its values in place of their columns' names."""
+    """Return the text for each row, with column names in braces replaced by values."""
     named = ("key", "dtype", "device", "source")
     columns = {c: rows[c].astype(str).tolist() for c in named if c in rows}
     return [text.format(**{c: v[i] for c, v in columns.items()}) for i in range(len(rows))]
 
 
 def foreign(rows: pd.DataFrame, is_known: Callable[[str], bool]) -> Refused:
-    """Rows of devices that nothing is known of."""
+    """Return a mask of rows with unknown devices, and the reason."""
     known = {str(name): is_known(str(name)) for name in rows["device"].unique()}
     bad = ~rows["device"].astype(str).map(known).to_numpy(bool)
     return bad, "device {device} is not in the catalogue"

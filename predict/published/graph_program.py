@@ -1,10 +1,10 @@
-"""Programs of published labels: how often each unique operation and collective runs.
+"""Programs of published labels: executions of each unique operation and collective.
 
 Graphs list one layer of a model between its prologue and epilogue; fused graphs and mixtures of
-experts list every layer. Variants of a label's last word: ``dp4`` is data-parallel on 4 devices
+experts list every layer. Variants in a label's last word: ``dp4`` is data-parallel on 4 devices
 (the graph is one device's share of the batch), ``tp4`` tensor-parallel (the graph is one device's
-shard), ``pp4_2`` a pipeline of 4 stages fed with 2 micro-batches (the graph is the whole model for
-one micro-batch: ``gpt3_xl-train-2048-4-pp4_4`` has 2048 rows, a fourth of those of ``pp4_1``).
+shard), ``pp4_2`` a pipeline of 4 stages with 2 micro-batches (the graph is the whole model for one
+micro-batch: ``gpt3_xl-train-2048-4-pp4_4`` has 2048 rows, a fourth of those of ``pp4_1``).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .opgraph import COLLECTIVES, OP_COLUMNS, element_width, graph_ops, op_rows
 
 #: Columns of the table of collectives; ``bytes`` is the buffer.
 COLLECTIVE_COLUMNS = ("device", "op", "bytes", "world_size", "dtype")
-#: Calls with almost no work. That of a product counts for products where it is the shorter one:
-#: more chips were measured with products than with passes.
+#: Calls with almost no work. That of a product is used for products where it is the shorter one:
+#: products were measured on more chips than passes.
 PROBES = (PROBE, Op("bmm", (1, 16, 16, 16), "f32"))
 _OPS = {"ALLREDUCE": "all_reduce", "ALLREDUCE_ASYNC": "all_reduce", "SENDRECV": "send_recv"}
 
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """Which nodes of a family's graphs make up the repeated layer.
+    """The nodes of a family's graphs that make up the repeated layer.
 
     Attributes:
         first: Name of its first node.
         last: Name of its last node.
-        prefix: Start of the names of nodes that belong to it wherever they stand.
-        second: Start of names in the second layer: graphs that have them list every layer.
+        prefix: Name prefix of nodes that belong to it at any position.
+        second: Name prefix of nodes in a second layer, which mark graphs that list every layer.
     """
 
     first: str
@@ -49,7 +49,7 @@ class LayerSpan:
 
 
 _DATA: Any = own_data("predict/published/graphs.yaml")
-#: Repeated layers by family, and layers of models whose labels omit the number.
+#: Repeated layers by family, and numbers of layers of models whose labels omit them.
 SPANS = {family: LayerSpan(**own) for family, own in _DATA["spans"].items()}
 LAYERS: dict[str, int] = _DATA["layers"]
 
@@ -60,7 +60,7 @@ class Variant:
 
     Attributes:
         kind: ``single``, ``fusion``, ``dp``, ``tp`` or ``pp``.
-        devices: Devices that take part.
+        devices: Number of devices.
         micro_batches: Micro-batches of a pipeline; 1 otherwise.
     """
 
@@ -72,24 +72,24 @@ class Variant:
     def pipeline_share(self) -> float:
         """Time of a pipeline over that of one micro-batch through all stages on one device.
 
-        With equal stages, ``m`` micro-batches take ``m + p - 1`` stage times of the ``p`` that
-        one of them needs (GPipe: Huang et al., NeurIPS 2019).
+        With equal stages, ``m`` micro-batches take ``m + p - 1`` stage times, and a single one
+        takes ``p`` (GPipe: Huang et al., NeurIPS 2019).
         """
         return (self.micro_batches + self.devices - 1) / self.devices if self.kind == "pp" else 1.0
 
     @property
     def pipeline_hops(self) -> int:
-        """Consecutive transfers between stages that nothing hides, in each direction."""
+        """Consecutive exposed transfers between stages, in each direction."""
         return self.devices + self.micro_batches - 2 if self.kind == "pp" else 0
 
 
 def parse_variant(text: object) -> Variant:
-    """Read the variant of a label; empty, None and NaN are a plain run on one device.
+    """Parse the variant of a label; empty, None and NaN mean a plain run on one device.
 
     Raises:
         DatasetError: The variant is not one of ``fusion``, ``dpN``, ``tpN`` and ``ppN_M``.
     """
-    # ``text != text`` is true of NaN alone, which pandas reads from an empty cell.
+    # ``text != text`` is true only for NaN, which pandas reads from an empty cell.
     if text is None or text != text or text == "":
         return Variant()
     if text == "fusion":
@@ -118,8 +118,8 @@ def node_repeats(names: Sequence[str], model: str, layers: int) -> np.ndarray:
         DatasetError: The layer's first or last node is missing.
     """
     repeats = np.ones(len(names))
-    # A node of a second layer means that the graph lists them all (fused graphs, mixtures of
-    # experts): nothing is repeated.
+    # A node of a second layer means that the graph lists all layers (fused graphs, mixtures of
+    # experts), so nothing is repeated.
     span = next((s for family, s in SPANS.items() if model.startswith(family)), None)
     if span is None or any(span.second in name for name in names):
         return repeats
@@ -139,13 +139,13 @@ def node_repeats(names: Sequence[str], model: str, layers: int) -> np.ndarray:
 
 
 def label_layers(labels: pd.DataFrame) -> np.ndarray:
-    """Find the number of layers of each label's model, shape ``(n,)``.
+    """Return the number of layers of each label's model, shape ``(n,)``.
 
     Taken from the label, else from another label of the same model, else from :data:`LAYERS`; 1 for
     a model without a repeated layer.
 
     Raises:
-        DatasetError: No source knows the layers of a model that has them.
+        DatasetError: The number of layers of a model with a repeated layer is unknown.
     """
     given = labels["n_layer"].fillna(0).astype(int)
     others = given[given > 0].groupby(labels["model"]).first().to_dict()
@@ -184,7 +184,7 @@ class GraphProgram:
     Attributes:
         variant: Parallelism of the label.
         terms: Operations and collectives of the label.
-        probes: Rows of the operations with almost no work, whose latency is that of the launch.
+        probes: Rows of operations with almost no work, whose latency is that of a launch.
     """
 
     variant: Variant
@@ -208,7 +208,7 @@ class GraphPrograms:
 
 
 class _Unique:
-    """Unique rows of a table in the order in which they were first seen."""
+    """Unique rows of a table in order of first occurrence."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, object]] = []
@@ -223,8 +223,8 @@ class _Unique:
 
     def table(self, columns: tuple[str, ...]) -> pd.DataFrame:
         frame = pd.DataFrame(self.rows, columns=list(columns))
-        # A nullable dtype: NumPy's integers have no gaps, and as floats large sizes would be
-        # rounded.
+        # A nullable dtype: NumPy's integers have no missing values, and floats would round large
+        # sizes.
         whole = [c for c in ("b", "m", "n", "k", "rows", "cols", "n_in") if c in frame]
         return frame.astype(dict.fromkeys(whole, "Int64"))
 
@@ -275,10 +275,10 @@ def _terms(
     links: _Unique,
 ) -> list[Term]:
     dtype, device = _dtype(label), label["device"]
-    # Labels without a known dtype are those of the f32 tables.
+    # Labels without a known dtype belong to the f32 tables.
     width = element_width(dtype)
     repeats = node_repeats([str(n) for n in graph["Name"]], str(label["model"]), layers)
-    # Equal operations are one term: interval widths add up within it, as their errors are common.
+    # Equal operations are one term, since their errors are common and interval widths add up.
     totals: dict[tuple[str, str, int, float], float] = {}
     for phase, op, times in graph_ops(graph, str(label["mode"]), repeats, width):
         size = 0.0

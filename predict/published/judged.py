@@ -1,8 +1,8 @@
-"""Predictions of published tables beside the latencies that the tables give.
+"""Predictions of published tables, evaluated against the latencies in the tables.
 
-Long tables are predicted piece by piece, here or on a Ray cluster. Of each finished piece a folder
-keeps its predictions, its judged rows and its notes: a run that is repeated after its process died
-predicts only what is missing, with the same results to the bit.
+Long tables are predicted in pieces, here or on a Ray cluster. Finished pieces are stored in a
+folder with predictions, evaluated rows and notes, so that a run repeated after a crash predicts
+only what is missing, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ class PublishedPredictions:
     """Predictions of a folder.
 
     Attributes:
-        frame: ``id`` (the number of a row where its table has none), ``latency_us``, ``lo_us`` and
-            ``hi_us`` of every row, ``power_w`` with its ends of rows of power tables, and ``table``
-            and ``reason`` (why a row has no prediction) for rows of tables other than operators,
-            collectives and programs.
-        judged: Rows with a known latency: ``table``, ``family``, ``device``, ``split``,
-            ``scope``, ``error`` (predicted / measured - 1), ``covered``, ``calibration`` (whether
-            the row was learned from).
-        calibrated: Number of rows learned from, by what they adapted.
-        notes: What was left out of predictions or of the judgement, and why.
+        frame: ``id`` (row number if the table has none), ``latency_us``, ``lo_us`` and ``hi_us`` of
+            every row, ``power_w`` with its bounds for power tables, and ``table`` and ``reason``
+            (why a row has no prediction) for tables other than operators, collectives and programs.
+        judged: Rows with a known latency: ``table``, ``family``, ``device``, ``split``, ``scope``,
+            ``error`` (predicted / measured - 1), ``covered``, ``calibration`` (whether the row was
+            used for calibration).
+        calibrated: Number of calibration rows, by what they adapted.
+        notes: What was not predicted or not evaluated, and why.
     """
 
     frame: pd.DataFrame
@@ -50,10 +49,10 @@ class PublishedPredictions:
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> pd.DataFrame:
-        """Summarise judged rows by table, family, device and split, and over whole tables."""
+        """Summarize evaluated rows by table, family, device and split, and over whole tables."""
         if not len(self.judged):
             return pd.DataFrame()
-        # Rows that were learned from would flatter the figures.
+        # Calibration rows would bias the figures.
         judged = self.judged[~self.judged["calibration"]]
         judged = judged.assign(size=judged["error"].abs())
         whole = judged.assign(family="all", device="all", split="all", scope="")
@@ -70,14 +69,14 @@ class PublishedPredictions:
 
 
 def judged(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
-    """Predictions of one table beside the latencies that it gives.
+    """Return predictions of one table with their errors.
 
     Args:
-        path: Its file.
+        path: File of the table.
         rows: ``id``, ``family``, ``device`` (or ``platform``), :data:`~.answers.TIMES` in seconds
-            and ``scope``, ``split`` and ``latency_us`` where given; of the packs' tables also
-            ``suspect`` and ``reason``: rows that their publisher doubts are not judged, nor are
-            those with a reason for having no prediction.
+            and ``scope``; ``split`` and ``latency_us`` if given; for tables of the packs also
+            ``suspect`` and ``reason``: suspect rows, and rows without a prediction, are not
+            evaluated.
 
     Raises:
         DatasetError: The rows have no ``id``.
@@ -97,8 +96,7 @@ def judged(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
             "device": rows["device" if "device" in rows else "platform"].astype(str).to_numpy(),
             "split": rows["split"].astype(str).to_numpy() if "split" in rows else "",
             "scope": rows["scope"].to_numpy(),
-            # Where there is no label, error and coverage are NaN and False; such rows are dropped
-            # below.
+            # Without a label, error and coverage are NaN and False; such rows are dropped below.
             "error": times["latency_us"] / label - 1,
             "covered": (label >= times["lo_us"]) & (label <= times["hi_us"]),
             "calibration": given_rows(rows.assign(latency_us=label)),
@@ -112,42 +110,42 @@ def judged(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
         counts = rows["reason"].value_counts()
         notes = [f"{name}: {n} rows not predicted: {why}" for why, n in counts.items() if why]
         if doubted.any():
-            notes.append(
-                f"{name}: {int(doubted.sum())} rows that their publisher doubts are not judged"
-            )
+            notes.append(f"{name}: {int(doubted.sum())} rows marked as suspect are not judged")
     return PublishedPredictions(times, figures[keep].reset_index(drop=True), notes=notes)
 
 
 def given_rows(frame: pd.DataFrame) -> np.ndarray:
-    """Rows of calibration splits that have a latency, bool, shape ``(n,)``."""
+    """Return a mask of calibration rows with a latency, shape ``(n,)``."""
     if "split" not in frame or "latency_us" not in frame:
         return np.zeros(len(frame), bool)
-    # NaN compares false, so rows without a label are left out as well.
+    # NaN compares false, so rows without a label are excluded.
     known = frame["latency_us"].to_numpy(np.float64, na_value=np.nan) > 0
     return np.asarray(frame["split"].astype(str).str.startswith(CALIBRATION) & known)
 
 
 def microseconds(latency: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> pd.DataFrame:
-    """Latencies and interval ends in seconds, shape ``(n,)`` each, as columns in microseconds."""
+    """Convert latencies and bounds in seconds, shape ``(n,)`` each, to columns in microseconds."""
     return pd.DataFrame({"latency_us": latency * 1e6, "lo_us": lo * 1e6, "hi_us": hi * 1e6})
 
 
-#: A table, or some of its rows, and the file that they are of.
+#: A table, or a part of its rows, with its file.
 Piece = tuple[Path, pd.DataFrame]
-#: Rows predicted at a time, so that features of millions of rows never exist at once, and what a
-#: run that is stopped loses at most: about seven seconds of one core.
+#: Rows per piece: limits the memory for features, and the work that an interrupted run loses to
+#: about seven seconds on one core.
 _ROWS = 200_000
+#: Suffixes of the files with a piece's predictions and its evaluated rows.
+_TABLES = (".parquet", ".judged.parquet")
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """How tables are predicted in pieces.
+    """Prediction of tables in pieces.
 
     Attributes:
         ray: Address of a Ray cluster; empty for this process.
-        kept: Folder of finished pieces, read and written; ``None`` keeps none.
-        identity: What besides its rows decides a piece's predictions: digests of models and of
-            the rows that they were calibrated on.
+        kept: Folder of finished pieces, read and written; ``None`` to keep none.
+        identity: Digests that determine a piece's predictions besides its rows: of models, and of
+            calibration rows.
         progress: Called with the numbers of finished and of all rows.
     """
 
@@ -157,7 +155,7 @@ class Pieces:
     progress: Callable[[int, int], None] = field(default=lambda done, total: None)
 
     def calibrated_on(self, rows: pd.DataFrame) -> Pieces:
-        """The same of a model that was calibrated on some rows."""
+        """Return the settings for a model calibrated on some rows."""
         return replace(self, identity=(*self.identity, _digest(rows)))
 
     def predict(
@@ -166,11 +164,11 @@ class Pieces:
         model: OpModel,
         tables: Sequence[Piece],
     ) -> Iterator[PublishedPredictions]:
-        """Predict tables; yields their pieces in order, wherever they were predicted.
+        """Predict tables; yield their pieces in order, wherever they were predicted.
 
         Args:
             work: Predicts one piece; must be importable by workers.
-            model: The model.
+            model: The operator model.
             tables: Tables with their files.
 
         Raises:
@@ -203,7 +201,7 @@ class Pieces:
         pieces: Sequence[Piece],
         left: Sequence[int],
     ) -> Iterator[tuple[int, PublishedPredictions]]:
-        """Predict the pieces at some places; yields them as they are finished."""
+        """Predict the pieces at some positions; yield them as they are finished."""
         if not self.ray:
             for place in left:
                 yield place, work(model, pieces[place])
@@ -212,7 +210,7 @@ class Pieces:
                 yield left[at], own
 
     def _name(self, work: str, piece: Piece) -> str:
-        """Name of a piece's files; empty if none are kept."""
+        """Return the name of a piece's files; empty if none are kept."""
         if self.kept is None:
             return ""
         path, rows = piece
@@ -220,14 +218,14 @@ class Pieces:
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def _read(self, name: str) -> PublishedPredictions | None:
-        # The notes are written last: with them a piece is whole.
+        # The notes are written last: if they exist, the piece is complete.
         if self.kept is None or not (path := self.kept / f"{name}.json").is_file():
             return None
         try:
             notes = [str(note) for note in parse_json(path.read_text(encoding="utf-8"))["notes"]]
         except (KeyError, TypeError, ValueError) as error:
             raise DatasetError(
-                f"no notes of a finished piece: {error}",
+                f"the notes of a finished piece cannot be read: {error}",
                 where=str(path),
                 hint="delete its folder to predict all pieces again",
             ) from None
@@ -243,12 +241,8 @@ class Pieces:
         write_text(path, json.dumps({"notes": own.notes}, indent=1))
 
 
-#: Suffixes of a piece's predictions and of its judged rows.
-_TABLES = (".parquet", ".judged.parquet")
-
-
 def _digest(rows: pd.DataFrame) -> str:
-    """Digest of a table's columns and values; row labels do not matter."""
+    """Return a digest of a table's columns and values, independent of row labels."""
     digest = hashlib.sha256("\n".join(map(str, rows.columns)).encode())
     for name in rows.columns:
         digest.update(pd.util.hash_pandas_object(rows[name], index=False).to_numpy().tobytes())

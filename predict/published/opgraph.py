@@ -4,7 +4,7 @@ A graph has nodes (calls of the framework) with lists of operations for the forw
 backward pass and the accumulation of gradients: ``Linear`` (rows, reduced, columns), ``BMM``
 (batch, rows, reduced, columns), ``VECop`` (rows, cols), ``MEM`` (shapes moved), ``ALLREDUCE``,
 ``ALLREDUCE_ASYNC`` and ``SENDRECV`` (elements). The lists approximate what the framework launches.
-Where that is known to differ, the kernels that it does launch are taken instead:
+Where the actual kernels are known to differ, these are used instead:
 
 - A view, an index by one number, a dropout in inference and the gradient of an addition launch
   nothing.
@@ -12,17 +12,17 @@ Where that is known to differ, the kernels that it does launch are taken instead
   gradient of a division by a scalar is one such op.
 - A layer norm's backward pass reads its tensors twice: for the input's gradient and the weights'.
 - The gradient of GELU reads two tensors. That of a softmax is a product of two tensors and a pass
-  that reads two again.
+  that again reads two.
 - A product of four-dimensional operands (PyTorch's ``matmul``) runs as a batch of matrices. Heads
-  are views of (batch, positions, heads · size), whose batch and heads are no single dimension of
-  memory: with more than one sequence, queries, keys and values are copied before.
+  are views of (batch, positions, heads · size), whose batch and heads are not a single dimension
+  of memory: with more than one sequence, queries, keys and values are copied first.
 - Dropout reads a tensor, and writes one and a byte mask; its backward pass converts, scales and
-  applies the mask in three kernels, six tensors and the byte mask in all.
+  applies the mask in three kernels, with six tensors and the byte mask in total.
 - A fused chain is one kernel that reads the node's inputs and writes its output; with a softmax or
-  a layer norm inside, it is that op and what it moves in addition.
+  a layer norm inside, it is that op plus the remaining traffic.
 
-Data movement is expressed as ``relu`` on the tensor of the same traffic, so that whatever estimates
-element-wise ops also gives the device's effective bandwidth.
+Data movement is expressed as ``relu`` on a tensor of the same traffic, so that any estimator of
+element-wise ops also provides the device's effective bandwidth.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from ..operator.prices import BINARY, eager_row
 OP_COLUMNS = ("op", "family", "dtype", "b", "m", "n", "k", "rows", "cols", "n_in")
 #: Parts of a step: forward, backward, accumulation of gradients.
 PHASES = {"fw": "FwOps", "bw": "BwOps", "acc": "AccOps"}
-#: Operations that go over links.
+#: Operations that use links between devices.
 COLLECTIVES = ("ALLREDUCE", "ALLREDUCE_ASYNC", "SENDRECV")
-# Nodes of a traced graph that launch no kernel, whatever their lists say.
+#: Nodes of a traced graph that launch no kernel, whatever their lists contain.
 _VIEWS = ("getitem", "misc", "output", "Weight")
 
 
 def element_width(dtype: str) -> int:
-    """Bytes of an element by dtype of a graph; f32 unless known."""
+    """Return the bytes of an element by dtype of a graph; f32 unless known."""
     return int(FORMATS.get(dtype, FORMATS["f32"]).element_bytes)
 
 
@@ -60,7 +60,7 @@ class GraphOp:
     """One operation of a node.
 
     Attributes:
-        kind: Name in the list, such as ``Linear`` or ``VECadd``; ``MOVE`` for bytes moved.
+        kind: Name in the list, such as ``Linear`` or ``VECadd``; ``MOVE`` for memory traffic.
         shape: Numbers of its shape; ``(bytes,)`` for ``MOVE``.
     """
 
@@ -69,7 +69,7 @@ class GraphOp:
 
 
 def parse_ops(text: str, where: str = "") -> list[GraphOp]:
-    """Read a list of operations such as ``[['Linear', (64, 32, 16)]]``.
+    """Parse a list of operations such as ``[['Linear', (64, 32, 16)]]``.
 
     Raises:
         DatasetError: The text is not a list of pairs of a name and numbers.
@@ -80,12 +80,12 @@ def parse_ops(text: str, where: str = "") -> list[GraphOp]:
         raise DatasetError(
             f"operations cannot be read: {error}",
             where=where or text[:60],
-            hint="a list of [name, shape] pairs of plain numbers",
+            hint="give a list of [name, shape] pairs of plain numbers",
         ) from None
 
 
 def parse_shapes(text: str) -> list[tuple[int, ...]]:
-    """Read shapes such as ``[(2, 3), (1,)]`` or ``(2, 3)``; empty if there is none."""
+    """Parse shapes such as ``[(2, 3), (1,)]`` or ``(2, 3)``; empty if there are none."""
     try:
         value = _literal(text)
         if isinstance(value, tuple):
@@ -96,7 +96,7 @@ def parse_shapes(text: str) -> list[tuple[int, ...]]:
 
 
 def _numbers(shape: Any) -> tuple[Any, ...]:
-    """Check that a shape holds plain numbers, or lists of them, and nothing else.
+    """Check that a shape consists of plain numbers or lists of them.
 
     Raises:
         ValueError: The shape holds something else.
@@ -105,25 +105,25 @@ def _numbers(shape: Any) -> tuple[Any, ...]:
     plain = (n for part in numbers for n in (part if isinstance(part, list | tuple) else (part,)))
     # Neither NaN nor beyond int64, into which sizes are converted later.
     if not all(isinstance(n, int | float) and n == n and abs(n) < 2**63 for n in plain):
-        raise ValueError(f"{numbers!r} is no shape")
+        raise ValueError(f"{numbers!r} is not a shape")
     return numbers
 
 
 def _literal(text: str) -> Any:
-    """Evaluate a text of Python literals.
+    """Evaluate Python literals.
 
     Raises:
-        ValueError: The text is not a literal, or nests too deep.
+        ValueError: The text is not a literal, or too deeply nested.
     """
     try:
-        # Literals only: the tables are untrusted text, and ``eval`` would run it.
+        # Literals only: the tables are untrusted, and ``eval`` would execute them.
         return ast.literal_eval(text)
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(str(error) or "it nests too deep") from None
+        raise ValueError(str(error) or "too deeply nested") from None
 
 
 def node_kernels(node: dict[str, object], phase: str, mode: str, width: int = 4) -> list[GraphOp]:
-    """Kernels and collectives that a node launches in one phase.
+    """Return the kernels and collectives that a node launches in one phase.
 
     Args:
         node: ``OpName``, the three lists, ``InputShapes`` and ``OutputShape``.
@@ -138,7 +138,7 @@ def node_kernels(node: dict[str, object], phase: str, mode: str, width: int = 4)
     if name == "fused":
         return _fused(listed, node, width)
     if name == "dropout":
-        # The mask has a byte an element. Forward: read, write, write the mask. Backward: convert
+        # The mask has one byte per element. Forward: read, write, write the mask. Backward: convert
         # the mask (a byte and a tensor), scale it (2 tensors), multiply the gradient by it (3).
         tensors = 2 if phase == "fw" else 6
         return [_move((tensors * width + 1) * _elements(listed[0].shape[0]))]
@@ -149,14 +149,14 @@ def node_kernels(node: dict[str, object], phase: str, mode: str, width: int = 4)
 
 
 def _permuted(listed: list[GraphOp], node: dict[str, object]) -> list[int]:
-    """Elements of the operands that a batched product of heads copies first."""
+    """Return the elements of the operands that a batched product of heads copies first."""
     products = [op for op in listed if op.kind == "BMM" and len(op.shape) == 4]
     if not products:
         return []
     _, _, depth, columns = products[0].shape
     operands = [s for s in parse_shapes(str(node.get("InputShapes", "[]"))) if len(s) == 4]
-    # The head size is the depth of the scores' product and the width of the values'. The scores
-    # have no such dimension: the framework made them, contiguous, itself.
+    # The head size is the depth of the scores' product and the width of the values'. The scores do
+    # not have this dimension: the framework created them contiguously.
     size = min(depth, columns)
     return [_elements(s) for s in operands if min(s[0], s[1]) > 1 and size in s[2:]]
 
@@ -184,7 +184,7 @@ def _backward(
         return [op for op in listed for _ in range(2)]
     if name == "VECgelu":
         return [GraphOp("VECmul", op.shape) for op in listed]
-    # PyTorch multiplies gradient and result, then reads product and result once more.
+    # PyTorch multiplies gradient and result, then reads product and result again.
     if name == "VECsoftmax":
         return [GraphOp("VECmul", op.shape) for op in listed]
     if name == "VECdiv" and _broadcasts(node):
@@ -196,10 +196,10 @@ def _fused(listed: list[GraphOp], node: dict[str, object], width: int) -> list[G
     shapes = parse_shapes(str(node["InputShapes"])) + parse_shapes(str(node["OutputShape"]))
     traffic = float(width * sum(_elements(shape) for shape in shapes))
     heavy = [op for op in listed if op.kind not in ("MEM", *COLLECTIVES) and not _light(op)]
-    # A row-wise op already reads its tensor and writes one; only the rest of the traffic is moved.
+    # A row-wise op reads its tensor and writes one; only the rest of the traffic is added.
     rest = traffic - sum(2.0 * width * _elements(op.shape) for op in heavy if _row_wise(op))
     others = [op for op in listed if op.kind in COLLECTIVES]
-    # Beside a heavier kernel the traffic joins it; alone it is a kernel of its own.
+    # With a heavier kernel the traffic is fused into it; alone it is a separate kernel.
     moved = [GraphOp("JOIN" if heavy else "MOVE", (rest,))] if rest > 0 else []
     return heavy + moved + others
 
@@ -228,15 +228,15 @@ def _elements(shape: Iterable[int]) -> int:
 
 
 def op_rows(op: GraphOp, dtype: str) -> dict[str, object]:
-    """One operation in the published op schema: :data:`OP_COLUMNS`, unused ones ``None``.
+    """Return an operation in the published op schema: :data:`OP_COLUMNS`, unused ones ``None``.
 
     Raises:
-        DatasetError: The kind is not known.
+        DatasetError: The kind is unknown.
     """
     lengths = {"Linear": 3, "BMM": 4, "MOVE": 1, "JOIN": 1}
     wanted = lengths.get(op.kind, 2 if op.kind.startswith("VEC") else len(op.shape))
     if len(op.shape) != wanted or not all(isinstance(n, int | float) for n in op.shape):
-        raise DatasetError(f"{op.kind} of shape {op.shape} is not of {wanted} numbers")
+        raise DatasetError(f"{op.kind} of shape {op.shape} does not have {wanted} numbers")
     if op.kind in ("Linear", "BMM"):
         # The graphs list the reduced dimension before the output's columns.
         *first, k, n = op.shape
@@ -256,7 +256,7 @@ def op_rows(op: GraphOp, dtype: str) -> dict[str, object]:
 def graph_ops(
     graph: pd.DataFrame, mode: str, repeats: np.ndarray, width: int
 ) -> Iterator[tuple[str, GraphOp, float]]:
-    """Yield phase, operation and number of executions of all that a graph launches.
+    """Yield phase, operation and number of executions of everything that a graph launches.
 
     Args:
         graph: Nodes of one graph.

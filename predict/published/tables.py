@@ -1,11 +1,10 @@
-"""Predict folders of published latencies: operators, collectives and whole programs.
+"""Predictions for folders of published latencies: operators, collectives and whole programs.
 
-A folder holds tables of queries (``queries_ops_*.parquet``, ``queries_collectives*.csv.gz``,
+A folder holds query tables (``queries_ops_*.parquet``, ``queries_collectives*.csv.gz``,
 ``queries_matmul*.csv.gz``, ``queries_gemm*.parquet``, ``queries_conv*.parquet``,
-``queries_attention_moe*.parquet``,
-``queries_layers*.parquet``, ``queries_new_attention*.parquet``, ``queries_e2e.csv`` with
-``opgraphs.parquet``) or the answered tables of a published pack; a single table may be given
-instead. Every row gets a prediction or a reason; rows whose latency is given are judged.
+``queries_attention_moe*.parquet``, ``queries_layers*.parquet``, ``queries_new_attention*.parquet``,
+``queries_e2e.csv`` with ``opgraphs.parquet``) or the tables of a published pack; a single table may
+be given instead. Every row gets a prediction or a reason; rows with a given latency are evaluated.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from .composition import compose
 from .judged import Piece, Pieces, PublishedPredictions, given_rows, judged, microseconds
 from .tile_table import predict_tiles, rank_note
 
-#: Graphs of the programs of a folder.
+#: Graphs of a folder's programs.
 GRAPHS = "opgraphs.parquet"
 
 
@@ -61,18 +60,18 @@ def predict_published(
     """Predict every row of a folder.
 
     Args:
-        folder: Holds at least one of the tables, or is one.
-        model: Model of operators; calibrated in place if ``calibrate`` is set.
-        calibrate: Whether to learn from rows of ``calib_*`` splits whose latency is given.
-        limit: Maximum rows of each operator table, drawn at random.
-        blocks: Model of layers, batches and new attention; the shipped one by default, read only
+        folder: Folder with at least one of the tables, or a single table.
+        model: Operator model; calibrated in place if ``calibrate`` is set.
+        calibrate: Whether to learn from rows of ``calib_*`` splits with a latency.
+        limit: Maximum rows of each operator table, sampled at random.
+        blocks: Model of layers, batches and new attention; by default the shipped one, loaded only
             if there is such a table. Calibrated like ``model``.
-        pieces: How the tables of operators, convolutions and blocks are predicted: where, and what
-            is kept of them; by default here, and nothing.
+        pieces: Where tables of operators, convolutions and blocks are predicted, and where results
+            are kept; by default in this process, without keeping them.
 
     Raises:
-        DatasetError: The folder has no such table, or a table lacks a column or states a latency
-            that is no positive number.
+        DatasetError: The folder has no such table, or a table lacks a column or has a latency that
+            is not a positive number.
         DeviceError: A device is not in the catalogue.
     """
     if not folder.exists():
@@ -116,7 +115,7 @@ class _Job:
         pieces = self.pieces
         read = [(p, with_source(p, t)) for p, t in self._tables("operators")]
         tables = [(p, t if "id" in t else t.assign(id=np.arange(len(t)))) for p, t in read]
-        # All tables first: a family's calibration rows may be spread over several files.
+        # All tables first, since a family's calibration rows may be spread over several files.
         if self.calibrate:
             given = [frame[given_rows(frame)] for _, frame in tables]
             known = [part for part in given if len(part)]
@@ -133,7 +132,7 @@ class _Job:
         yield from pieces.predict(_operator_part, self.model, drawn)
 
     def _told_apart(self, table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Rows of families that the model knows, and the others, unless those are all."""
+        """Return the rows of the model's families, and the others, unless no row is covered."""
         rows = rows_of_published(table, self.model.spec)
         known = rows["key"].isin(list(self.model.families)).to_numpy()
         return (table[known], rows[~known]) if known.any() else (table, rows[:0])
@@ -156,7 +155,7 @@ class _Job:
         predict: Callable[[pd.DataFrame, Path], pd.DataFrame],
         note: Callable[[pd.DataFrame], list[str]] = lambda rows: [],
     ) -> Iterator[PublishedPredictions]:
-        """Predict the packs' tables of some kinds; those of power get watts beside latencies."""
+        """Predict the packs' tables of some kinds; power tables also get watts."""
         for path, table in self._tables(*kinds):
             rows = predict(self._drawn(table), path)
             part = judged(path, rows)
@@ -166,7 +165,7 @@ class _Job:
             yield part
 
     def _tables(self, *wanted: str) -> Iterator[tuple[Path, pd.DataFrame]]:
-        """Tables of some kinds; those of other kinds whose names begin alike are left out."""
+        """Yield the tables of some kinds, checked by their columns as names may be ambiguous."""
         for kind in wanted:
             for path in files_of(self.folder, kind):
                 table = read_table(path)
@@ -176,10 +175,10 @@ class _Job:
                     yield path, table
 
     def _drawn(self, table: pd.DataFrame) -> pd.DataFrame:
-        """The rows to predict: all, or as many as the limit allows."""
+        """Return the rows to predict: all, or a sample of the limit's size."""
         if self.limit is None or len(table) <= self.limit:
             return table
-        # A fixed draw, so that two models are compared on the same rows.
+        # A fixed seed, so that two models are compared on the same rows.
         return table.sample(self.limit, random_state=0)
 
     def convs(self) -> Iterator[PublishedPredictions]:
@@ -193,7 +192,7 @@ class _Job:
             return
         if self.blocks is None:
             self.blocks = OpModel.load(find_model(BLOCK_MODEL))
-        # Whatever device the model of operators can be asked about, so can that of blocks.
+        # The model of blocks accepts the same devices as the operator model.
         self.blocks.described = {**self.model.devices, **self.model.described}
         pieces = self.pieces
         # All tables first, as for operators.
@@ -225,9 +224,9 @@ class _Job:
             yield judged(path, rows)
 
     def _op_latency(self, ops: pd.DataFrame) -> pd.DataFrame:
-        """Operators as the op tables time them: alone, called from the host."""
+        """Return operator latencies as in the op tables: timed alone, called from the host."""
         # The graphs were published with NeuSight's tables, whose method (one call between two
-        # events, launch included) is what the composition expects.
+        # events, launch included) the composition expects.
         rows = rows_of_published(ops.assign(source="neusight"), self.model.spec)
         prediction = self.model.predict(rows)
         return microseconds(prediction.latency, prediction.lo, prediction.hi)
@@ -246,8 +245,8 @@ def _operator_part(model: OpModel, piece: Piece) -> PublishedPredictions:
 
 
 def _unknown_part(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
-    """Rows of families that the model was not trained on: a reason each, and one note a family."""
-    reason = [f"the model knows no operators {key!r}" for key in rows["key"]]
+    """Return rows of families without a model, each with a reason."""
+    reason = [f"the model has no operators {key!r}" for key in rows["key"]]
     rows = rows.assign(family=rows["key"], scope=rows["key"], suspect=False, reason=reason)
     return judged(path, rows.assign(**dict.fromkeys(TIMES, np.nan)))
 
@@ -267,10 +266,10 @@ def _links(name: str) -> Links:
 
 
 def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
-    """Ensure a column ``source``, taken from the first letter of ids where it is missing.
+    """Ensure a column ``source``; if missing, it is derived from the first letter of ids.
 
     Raises:
-        DatasetError: It is missing, and ids do not tell it.
+        DatasetError: It is missing, and cannot be derived from ids.
     """
     if "source" in frame:
         return frame
@@ -282,6 +281,6 @@ def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
         raise DatasetError(
             "column 'source' is missing",
             where=str(path),
-            hint="say who measured each row; " + families_told(),
+            hint="add who measured each row; " + families_told(),
         )
     return frame.assign(source=source)

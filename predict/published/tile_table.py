@@ -1,4 +1,4 @@
-"""Predicts and ranks kernels with tile configurations: the kernel pack's ``tpu`` table."""
+"""Prediction and ranking of kernels with tile configurations (the kernel pack's ``tpu`` table)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def predict_tiles(table: pd.DataFrame, path: Path, model: TileModel) -> pd.DataF
         Columns as :func:`~.answers.predict_products`.
 
     Raises:
-        DatasetError: A column is missing, or a configuration is no JSON object.
+        DatasetError: A column is missing, or a configuration is not a JSON object.
     """
     required(table, ("id", *NEEDED), path)
     rows = table.reset_index(drop=True).assign(suspect=False, family=table["op"].to_numpy())
@@ -36,7 +36,7 @@ def predict_tiles(table: pd.DataFrame, path: Path, model: TileModel) -> pd.DataF
 
 
 def rank_note(rows: pd.DataFrame) -> list[str]:
-    """Say how candidates of equal problems were ranked, where their times are given."""
+    """Return a note on the ranking of candidates of equal problems, if times are given."""
     if "latency_us" not in rows:
         return []
     known = (rows["reason"] == "") & (rows["latency_us"] > 0)
@@ -61,20 +61,20 @@ def rank_configurations(table: pd.DataFrame, model: TileModel) -> pd.DataFrame:
         model: Model of tiles.
 
     Returns:
-        The candidates by device, op and arguments, the predicted fastest first: ``rank`` (the same
-        for equal times, such as those at the chip's ceiling), ``latency_us``, ``lo_us``, ``hi_us``,
-        ``ceiling_us`` (the least time that the chip's peak and bandwidth allow), ``of_ceiling``
-        (its share of the predicted time) and ``scope``.
+        The candidates by device, op and arguments, the predicted fastest first: ``rank`` (equal for
+        equal times, such as at the chip's ceiling), ``latency_us``, ``lo_us``, ``hi_us``,
+        ``ceiling_us`` (the minimum time by the chip's peak and bandwidth), ``of_ceiling`` (its
+        share of the predicted time) and ``scope``.
 
     Raises:
-        DatasetError: A column is missing, or a configuration is no JSON object or has a setting
+        DatasetError: A column is missing, or a configuration is not a JSON object or has a setting
             that its implementation does not have.
         DeviceError: A device is not in the catalogue.
     """
     rows = tile_rows(table.reset_index(drop=True))
     check_settings(rows, model)
     said = model.predict(rows)
-    # A measured time gives way to the predicted one, which has the same name.
+    # A measured time is replaced by the predicted one, which has the same name.
     frame = table.reset_index(drop=True).assign(
         latency_us=said.seconds * 1e6,
         lo_us=said.lo * 1e6,
@@ -88,12 +88,12 @@ def rank_configurations(table: pd.DataFrame, model: TileModel) -> pd.DataFrame:
 
 
 def check_settings(rows: TileRows, model: TileModel) -> None:
-    """Refuse settings that nothing is known of: they would be ignored.
+    """Refuse unknown settings, which would be ignored.
 
     Raises:
-        DatasetError: A configuration has such a setting.
+        DatasetError: A configuration has an unknown setting.
     """
-    # What the model was trained on beyond Tokamax's own classes.
+    # Settings that the model was trained on besides those of Tokamax's classes.
     settings = pack_data()["tile_settings"]
     listed = {key for ops in settings.values() for keys in ops.values() for key in keys}
     own = set(model.keys) - listed
@@ -109,7 +109,7 @@ def check_settings(rows: TileRows, model: TileModel) -> None:
 
 
 def short_configs(ranked: pd.DataFrame) -> list[str]:
-    """The settings of each configuration that differ among the candidates of its kernel."""
+    """Return the settings of each configuration that differ among candidates of its kernel."""
     texts = ranked["config"].fillna("{}") if "config" in ranked else pd.Series("{}", ranked.index)
     configs = pd.Series([json.loads(text or "{}") for text in texts], ranked.index, object)
     short: dict[object, str] = {}
@@ -124,10 +124,10 @@ def short_configs(ranked: pd.DataFrame) -> list[str]:
 
 
 def ties_note(ranked: pd.DataFrame) -> str:
-    """Say how many candidates share the first place of their problem; empty if none do.
+    """Return how many candidates share the first place of their problem; empty if none do.
 
     Args:
-        ranked: Of :func:`rank_configurations`.
+        ranked: Result of :func:`rank_configurations`.
     """
     first = ranked[ranked["rank"] == 1]
     tied = first[first.duplicated(["device", "op", "args"], keep=False)]
@@ -135,8 +135,8 @@ def ties_note(ranked: pd.DataFrame) -> str:
         return ""
     ceiling = int((tied["of_ceiling"] > 1.0 - 1e-9).sum())
     problems = tied.groupby(["device", "op", "args"]).ngroups
-    why = f", {ceiling} of them at the least time that the chip allows" if ceiling else ""
+    why = f", {ceiling} of them at the minimum time that the chip allows" if ceiling else ""
     return (
-        f"{len(tied)} candidates share the first place of {problems} kernels{why}: which of them "
-        "is fastest is not known; measure them"
+        f"{len(tied)} candidates share the first place of {problems} kernels{why}: the fastest of "
+        "them is unknown; measure them"
     )

@@ -141,7 +141,7 @@ def test_rows_of_families_that_were_not_learned_get_a_reason(
     asked = ("evaluate", "--published", tmp_path / "mine.csv", "--model", model, "--out", out)
     result = _run(*asked, "--device", chip)
     assert result.exit_code == 0, result.output
-    assert "1 rows not predicted: the model knows no operators 'kernel/softmax'" in result.output
+    assert "1 rows not predicted: the model has no operators 'kernel/softmax'" in result.output
     found = pd.read_csv(out).set_index("id")
     assert np.isnan(found["latency_us"]["S"]) and "kernel/softmax" in found["reason"]["S"]
     assert (found["latency_us"][known["id"]] > 0).all()

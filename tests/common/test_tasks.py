@@ -214,7 +214,7 @@ def test_kept_pieces_are_those_of_the_same_rows_and_model(tmp_path, monkeypatch)
     tables.predict_published(folder, model, pieces=Pieces(kept=own.kept, identity=("other",)))
     assert len(asked) == 9
     next(own.kept.glob("*.json")).write_text("{}")
-    with pytest.raises(DatasetError, match="no notes of a finished piece"):
+    with pytest.raises(DatasetError, match="the notes of a finished piece"):
         tables.predict_published(folder, model, pieces=own)
 
 

@@ -298,7 +298,9 @@ def test_flags_are_a_table_that_says_why() -> None:
     assert all("kept free" in text for text in told.values())
     small = replace(options, draft="llama-3.2-1b")
     named = launches(replace(own, options=small))["vLLM"]
-    assert '"model":"llama-3.2-1b"' in named.command and "checkpoint of llama-3.2-1b" in named.command
+    assert (
+        '"model":"llama-3.2-1b"' in named.command and "checkpoint of llama-3.2-1b" in named.command
+    )
 
 
 def test_launch_commands_say_the_format_of_the_weights() -> None:

@@ -184,7 +184,7 @@ def test_bad_input_is_named():
         compose(label().drop(columns="desc"), graph("g"), op_latency, link_latency)
     with pytest.raises(DatasetError, match="other"):
         compose(label("other"), graph("g"), op_latency, link_latency)
-    with pytest.raises(DatasetError, match="no positive latency"):
+    with pytest.raises(DatasetError, match="returned a latency that is not positive"):
         compose(label(), graph("g"), lambda t: answer(np.zeros(len(t))), link_latency)
     with pytest.raises(DatasetError, match="every row"):
         compose(label(), graph("g"), lambda t: op_latency(t).head(1), link_latency)

@@ -63,7 +63,7 @@ def test_products_are_predicted_and_suspect_rows_are_not_judged(
     assert (found.frame["hi_us"] >= found.frame["latency_us"]).all()
     assert found.judged["device"].tolist() == ["h100-sxm", "b200"]
     assert found.judged["family"].tolist() == ["xla bf16", "xla bf16"]
-    assert any("1 rows that their publisher doubts" in note for note in found.notes)
+    assert any("1 rows marked as suspect" in note for note in found.notes)
 
 
 def test_queries_need_no_latencies(tmp_path: Path, model: OpModel) -> None:
@@ -83,7 +83,7 @@ def test_queries_need_no_latencies(tmp_path: Path, model: OpModel) -> None:
         ({"device": "gfx1250-96cu"}, "gfx1250-96cu is not in the catalogue"),
         ({"dtype_lhs": "s8", "dtype_rhs": "s8"}, "no dtype s8"),
         ({"dtype_lhs": "s8"}, "no dtype s8 x bf16"),
-        ({"m": 0}, "no positive number"),
+        ({"m": 0}, "not a positive number"),
     ],
 )
 def test_a_product_that_cannot_be_asked_says_why(
@@ -184,9 +184,9 @@ def test_convolutions_are_answered_without_latencies(tmp_path: Path, tuned: OpMo
     latency = found.frame["latency_us"]
     # 0.47 TFLOP at 181 and at 1307 TFLOP/s.
     assert 2.6e3 < latency[0] < 15e3 and 0.36e3 < latency[1] < latency[0]
-    assert "layout is none of" in found.frame["reason"][2] and np.isnan(latency[2])
-    assert "direction is none of" in found.frame["reason"][3]
-    assert "no positive number" in found.frame["reason"][4]
+    assert "layout is not one of" in found.frame["reason"][2] and np.isnan(latency[2])
+    assert "direction is not one of" in found.frame["reason"][3]
+    assert "not a positive number" in found.frame["reason"][4]
 
 
 def test_products_of_other_libraries_are_answered(tmp_path: Path, tuned: OpModel) -> None:
