@@ -1,8 +1,8 @@
-"""Finds rows of measured tables that cannot be right, or that other rows contradict.
+"""Audit of measured tables: rows that cannot be right, or that other rows contradict.
 
 A bound is a fact of the device: more operations than its data sheet's peak, or more bytes than its
-memory delivers beyond what its last cache can hold. A row past it is *impossible*. The other checks
-compare rows with each other, and what they find is *suspicious*.
+memory delivers beyond the capacity of its last cache. A row beyond it is *impossible*. The other
+checks compare rows with each other, and their findings are *suspicious*.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators.schema import BLOCKS, FAMILIES, families_told
 from .audit_rows import COLLECTIVE, KERNEL, REASONS, SLACK, AuditPart, audit_part, read_audited
 
-#: Excess over the peak that a card's clock explains: an RTX 3090 boosts past the 1,695 MHz of its
-#: data sheet by a tenth. Such rows are suspicious only; engineering estimate.
+#: Excess over the peak that a card's clock can explain: an RTX 3090 boosts a tenth beyond the 1,695
+#: MHz of its data sheet. Such rows are only suspicious; engineering estimate.
 BOOST = 1.10
-#: Families whose work is estimated in part: sizes of a model known by name, or routing that the
-#: table does not give. A row must exceed a bound by this factor, and is suspicious only.
+#: Families whose work is partly estimated: sizes of a model known by name, or routing that the
+#: table does not give. A row must exceed a bound by this factor, and is only suspicious.
 ESTIMATED = {
     **dict.fromkeys(("layer/experts", "graph/sparse", "graph/scan"), 3.0),
     "graph/moe": 2.0,
 }
-#: Transfers whose time ends for the sender before the bytes have arrived, and the factor that they
-#: must exceed their link by.
+#: Transfers whose sender finishes before the bytes have arrived, and the factor by which they must
+#: exceed their link.
 ONE_WAY, ONE_WAY_SLACK = ("send_recv", "collective_permute", "broadcast"), 3.0
-#: Share of a library's rows of one type above the peak from which on its method of measuring is at
-#: fault, and least number of them. XLA's table of H100 has 8 % of its FP8 products above it, and
-#: its publisher's benchmark counts a call of two kernels as half; single outliers are 1 %.
+#: Share of a library's rows of one type above the peak from which its measuring method is at fault,
+#: and the minimum number. In XLA's table of H100, 8 % of FP8 products are above the peak, since its
+#: benchmark halves calls of two kernels; isolated outliers are 1 %.
 GROUP_SHARE, GROUP_LEAST = 0.05, 3
-#: Microseconds below which nothing runs on a device. An empty kernel takes 1 to 2 (Vidur's tables
-#: end at 1 µs), one that a host waits for more; engineering estimate.
+#: Minimum time (us) of anything on a device. An empty kernel takes 1 to 2 (Vidur's tables end at
+#: 1 µs), more if the host waits for it; engineering estimate.
 LEAST_US = 0.5
-#: A larger problem that takes this much less time, equal problems whose times are so far apart,
-#: and a file of rows so much slower than another of the same: engineering estimates, chosen so that
-#: sound tables raise few alarms (docs/operators.md).
+#: Ratios of times that are flagged: of a problem to a larger one, between equal problems, and of a
+#: file's rows to those of another file. Engineering estimates, chosen so that sound tables raise
+#: few alarms (docs/operators.md).
 MONOTONE, TWINS, SESSION = 3.0, 2.5, 2.0
-#: Rows of a line that must repeat another line's times, and of a file before it is compared.
+#: Minimum rows of a line to detect copied times, and of a file to compare it.
 LINE_LEAST, SESSION_LEAST = 4, 50
-#: Median of measured over estimated time of a group that something explains: another unit if it is
-#: a power of a thousand within a factor of 3, otherwise a kernel that does other work.
+#: Median of measured over expected time from which a whole group is flagged: as another unit if it
+#: is a power of a thousand within a factor of 3, else as a kernel that does other work.
 FAR, UNIT_WITHIN = 100.0, 3.0
-#: Sizes in which the time of an operator grows.
+#: Sizes with which the time of an operator grows.
 GROWING = (
     *("b", "m", "n", "k", "rows", "batch", "q_len", "kv_len", "tokens", "bytes"),
     *("n_decode", "kv_decode", "kv_prefill", "kv_history", "seq_len"),
@@ -57,16 +57,16 @@ GROWING = (
 
 @dataclass
 class Audit:
-    """What an audit found.
+    """Result of an audit.
 
     Attributes:
-        flagged: ``file``, ``row`` (number of the row in it, from 0), ``id`` where the table has
-            one, ``what``, ``device``, ``latency_us``, ``reason``, ``impossible``, ``evidence`` (by
-            what factor the row is off) and ``explanation`` (the figures, to check by hand). A row
-            is listed once for each reason.
-        rows: Rows that were checked.
-        marked: Those of them that their publisher marks as wrong (``suspect``, ``above_peak``).
-        found: Marked rows that are flagged.
+        flagged: ``file``, ``row`` (row number from 0), ``id`` if the table has one, ``what``,
+            ``device``, ``latency_us``, ``reason``, ``impossible``, ``evidence`` (factor by which
+            the row is off) and ``explanation`` (the figures, to check by hand). A row is listed
+            once per reason.
+        rows: Number of checked rows.
+        marked: Number of those that their publisher marks as wrong (``suspect``, ``above_peak``).
+        found: Number of marked rows that are flagged.
         notes: What was not checked, and why.
     """
 
@@ -88,7 +88,7 @@ class Audit:
         return len(self.flagged[["file", "row"]].drop_duplicates()) - self.found
 
     def counts(self) -> pd.DataFrame:
-        """Rows by reason: ``reason``, ``verdict``, ``rows``, ``share`` and largest ``evidence``."""
+        """Return rows by reason: ``reason``, ``verdict``, ``rows``, ``share``, ``largest``."""
         out = []
         for reason, impossible in REASONS.items():
             part = self.flagged[self.flagged["reason"] == reason]
@@ -105,7 +105,7 @@ def audit(path: Path, described: Mapping[str, DeviceSpec] | None = None) -> Audi
     Args:
         path: A table of operators, products, convolutions, layers or collectives (the packs'
             columns, or XLA's), a folder of such tables, or a dataset.
-        described: Devices of one's own by name, beside those of the catalogue and of a dataset.
+        described: The user's own devices by name, besides those of the catalogue and of a dataset.
 
     Raises:
         DatasetError: There is no such table, or it cannot be read.
@@ -121,7 +121,7 @@ def audit(path: Path, described: Mapping[str, DeviceSpec] | None = None) -> Audi
             names = ", ".join(sorted(map(str, foreign)))
             left = int((~rows["device"].map(known)).sum())
             notes.append(
-                f"{left} rows of devices in no catalogue were not checked: {names}; describe them "
+                f"{left} rows of unknown devices were not checked: {names}; describe them "
                 "with --device FILE"
             )
         rows = rows[rows["device"].map(known).astype(bool)]
@@ -149,10 +149,10 @@ def audit(path: Path, described: Mapping[str, DeviceSpec] | None = None) -> Audi
 
 
 def _described(rows: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
-    """Leave out rows of families that nothing is known of, with a note.
+    """Remove rows of unknown families, with a note.
 
     Raises:
-        DatasetError: They are all such.
+        DatasetError: All rows have unknown families.
     """
     known = rows["key"].isin(["", KERNEL, COLLECTIVE, *FAMILIES, *BLOCKS])
     foreign = ", ".join(sorted(rows["key"][~known].unique()))
@@ -161,18 +161,20 @@ def _described(rows: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
             f"there is no family {foreign}", where=rows["file"].iloc[0], hint=families_told()
         )
     if foreign:
-        notes.append(f"{int((~known).sum())} rows of no known family were not checked: {foreign}")
+        notes.append(f"{int((~known).sum())} rows of unknown families were not checked: {foreign}")
     return rows[known]
 
 
 def _no_time(part: AuditPart) -> None:
     at = np.flatnonzero(~(part.seconds > 0) | ~np.isfinite(part.seconds))
-    text = ["the time is no positive number"] * len(at)
+    text = ["the time is not a positive number"] * len(at)
     part.flag("no time", at, np.full(len(at), np.inf), text)
     late = (part.seconds > 0) & (part.seconds < LEAST_US * 1e-6) & (part.key != KERNEL)
     at = np.flatnonzero(late)
     ratio = LEAST_US * 1e-6 / part.seconds[at]
-    text = [f"{s * 1e6:.3g} µs, and no kernel ends within {LEAST_US} µs" for s in part.seconds[at]]
+    text = [
+        f"{s * 1e6:.3g} µs, but no kernel takes less than {LEAST_US} µs" for s in part.seconds[at]
+    ]
     part.flag("below a launch", at, ratio, text)
 
 
@@ -216,7 +218,7 @@ def _memory_text(part: AuditPart, i: int) -> str:
 
 
 def _groups(parts: list[AuditPart]) -> None:
-    """Flag the rest of a library's rows of a type of which many are above the peak."""
+    """Flag the rest of a library's rows of a type if many of them are above the peak."""
     over = {i: part.over_peak() for i, part in enumerate(parts)}
     group = {i: part.group("source", "device", "dtype", "backend") for i, part in enumerate(parts)}
     if not parts:
@@ -235,7 +237,7 @@ def _groups(parts: list[AuditPart]) -> None:
 
 
 def _units(part: AuditPart) -> None:
-    """Flag whole groups whose times are a thousand times off what physics expects."""
+    """Flag groups with times a thousand times off the physical estimate."""
     off = pd.Series(part.log_ratio() * np.log10(2.0))
     group = part.group("source", "device", "origin")
     middle = off.groupby(group).transform("median").to_numpy()
@@ -246,12 +248,12 @@ def _units(part: AuditPart) -> None:
         at = np.flatnonzero(far & wrong)
         factor = 10 ** middle[at]
         named = zip(group[at], factor, strict=True)
-        text = [f"times of {g} are {f:,.3g} of what physics expects (median)" for g, f in named]
+        text = [f"times of {g} are {f:,.3g} of the physical estimate (median)" for g, f in named]
         part.flag(reason, at, factor, text)
 
 
 def _lines(part: AuditPart) -> None:
-    """Compare rows that differ in one size, and rows that differ in nothing."""
+    """Compare rows that differ only in one size, and rows that are equal."""
     whole = _summed(part.identity)
     valid = (part.seconds > 0) & ~part.slow
     _twins(part, whole, valid)
@@ -271,7 +273,7 @@ def _lines(part: AuditPart) -> None:
 def _non_monotone(part: AuditPart, name: str, small: np.ndarray, large: np.ndarray) -> None:
     if not len(small):
         return
-    # Of the two, the one that is further from what physics expects.
+    # Flag the row that is further from the physical estimate.
     at = small
     if part.key != COLLECTIVE:
         off = part.log_ratio()
@@ -296,17 +298,17 @@ def _twins(part: AuditPart, whole: np.ndarray, valid: np.ndarray) -> None:
 
 
 def _copies(part: AuditPart) -> None:
-    """Flag lines along a size whose times, digit for digit, are those of another line."""
+    """Flag lines along a size with exactly the same times as another line."""
     whole = _summed(part.identity)
-    # A norm timed once for all degrees of parallelism is no copy: lines must differ in more than
-    # what their publisher says of them.
+    # A norm timed once for all degrees of parallelism is no copy: lines must also differ in
+    # physical parameters.
     physical = _summed({n: v for n, v in part.identity.items() if not n.startswith("is_")})
     for name in GROWING:
         if name not in part.identity or name not in part.rows:
             continue
         size = pd.to_numeric(part.rows[name], errors="coerce").to_numpy(np.float64)
         line = whole - part.identity[name]
-        # One digest of a line: order does not matter, sizes and times do.
+        # A digest of the line, independent of order.
         mixed = _mix(size.view(np.uint64) ^ _mix(part.seconds.view(np.uint64)))
         frame = pd.DataFrame({"line": line, "mixed": mixed, "s": part.seconds})
         frame["what"] = physical - part.identity[name]
@@ -316,7 +318,7 @@ def _copies(part: AuditPart) -> None:
             different=("s", "nunique"),
             what=("what", "first"),
         )
-        # A line of few different times is one of coarse clocks, not a copy.
+        # A line with few distinct times is due to a coarse clock, not a copy.
         own = own[(own["n"] >= LINE_LEAST) & (own["different"] >= 0.9 * own["n"])]
         copied = own[own.groupby("total")["what"].transform("nunique") > 1]
         at = np.flatnonzero(frame["line"].isin(copied.index).to_numpy())
@@ -327,11 +329,11 @@ def _copies(part: AuditPart) -> None:
 
 
 def _files(part: AuditPart) -> None:
-    """Flag files of rows that are much slower than another file of the same device and kernel."""
+    """Flag files with rows that are much slower than in another file of the same kernel."""
     if "origin" not in part.rows:
         return
     off = part.log_ratio()
-    # Of layers and blocks, a file is a model with its own kernels: only equal rows compare.
+    # For layers and blocks, a file is a model with its own kernels: only equal rows compare.
     equal = part.key not in FAMILIES
     told = ("source", "device", "op", "dtype", "backend", "kernel", "is_version")
     group = _summed(part.identity) if equal else part.group(*told)
@@ -342,7 +344,7 @@ def _files(part: AuditPart) -> None:
         files = files[files["count"] >= SESSION_LEAST]
     excess = files["median"] - files.groupby("group")["median"].transform("min")
     files = files.assign(excess=excess)
-    # Of equal rows, a file counts as a whole: by the median over those that another file has, too.
+    # For equal rows, a file is judged by the median over rows that another file has, too.
     many = files.groupby("group")["origin"].transform("size") > 1
     names = ["origin"] if equal else ["group", "origin"]
     slow = files[many].groupby(names)["excess"].agg(["median", "size"])
@@ -353,7 +355,7 @@ def _files(part: AuditPart) -> None:
     factor = {key: 2**value for key, value in slow["median"].items()}
     at = np.array([i for i, key in enumerate(keys) if key in factor], int)
     ratio = np.array([factor[keys[i]] for i in at])
-    beside = "of equal rows" if equal else "of rows like them, by physics,"
+    beside = "of equal rows" if equal else "of similar rows, by physics,"
     text = [
         f"rows of {origin[i]} take {r:.2f} times those {beside} in another file"
         for i, r in zip(at, ratio, strict=True)
@@ -373,7 +375,7 @@ _CHECKS: tuple[Callable[[AuditPart], None], ...] = (
 
 
 def _summed(identity: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Digest of all columns; without one of them it is the sum less that column's."""
+    """Return a digest of all columns; subtracting a column's digest removes the column."""
     total = np.zeros(len(next(iter(identity.values()))), np.uint64)
     for values in identity.values():
         total += values

@@ -1,4 +1,4 @@
-"""Rows that an audit checks: of tables of any kind in one form, and what physics says of them."""
+"""Rows to audit, from tables of any kind in one format, with their physical estimates."""
 
 from __future__ import annotations
 
@@ -36,19 +36,24 @@ from ...models.collectives.table import PLATFORMS
 from ...models.operators import rows_of_dataset
 from ...simulate.collectives.choose import collective_name
 
-#: ``key`` of rows that are no library operators: kernels of a dataset, and collectives.
+#: ``key`` of rows that are not library operators: kernels of a dataset, and collectives.
 KERNEL, COLLECTIVE = "kernel", "collective"
-#: Columns beside an operator's parameters that tell rows apart; they are kept as ``is_…``.
+#: Columns besides an operator's parameters that distinguish rows; they are kept as ``is_…``.
 _TELLING = (
     *("source", "version", "method", "layout", "dtype_detail", "out_dtype", "bias", "dtype_lhs"),
     *("dtype_rhs", "dtype_out", "table_commit", "gemm_dtype", "score_mode", "phase", "model"),
     *("layer", "tp", "detail", "platform", "pattern", "kind", "n_devices", "total_devices"),
     *("devices_per_node", "n_groups", "column", "compress_ratio", "tile"),
 )
-#: Endings of tables.
+#: File name patterns of tables.
 _ENDS = ("*.parquet", "*.csv", "*.csv.gz")
 #: Columns of an operator table.
 _OPERATORS = frozenset(("op", "family", "dtype", "device", "source", "latency_us"))
+#: Excess over a data sheet's value that is tolerated, since clocks and rates are rounded. The
+#: published tables respect the peak within 2 % (tensor-core pack, known data problems).
+SLACK = 1.02
+#: Physical estimates of each row.
+_FIGURES = ("flops", "peak", "moved", "cache", "bandwidth", "base")
 
 Tables = list[tuple[pd.DataFrame, dict[str, DeviceSpec]]]
 
@@ -58,13 +63,13 @@ def read_audited(path: Path, described: Mapping[str, DeviceSpec]) -> tuple[Table
 
     Args:
         path: What to read.
-        described: Devices of one's own, by name; a dataset's own descriptions give way to them.
+        described: The user's own devices, by name; they take precedence over a dataset's.
 
     Returns:
-        For each table its rows and the devices that it describes itself, and notes on what is not
-        checked. Rows have ``file``, ``row``, ``id``, ``key`` (:data:`KERNEL`, :data:`COLLECTIVE` or
-        a family of operators), ``device``, ``latency_us``, what the family needs, the columns that
-        tell rows apart as ``is_…``, and ``marked``, whether their publisher marks them as wrong.
+        For each table its rows and the devices that it describes, and notes on what is not checked.
+        Rows have ``file``, ``row``, ``id``, ``key`` (:data:`KERNEL`, :data:`COLLECTIVE` or an
+        operator family), ``device``, ``latency_us``, the family's parameters, columns that
+        distinguish rows as ``is_…``, and ``marked`` (marked as wrong by the publisher).
 
     Raises:
         DatasetError: There is no such table, or one cannot be read.
@@ -84,11 +89,11 @@ def read_audited(path: Path, described: Mapping[str, DeviceSpec]) -> tuple[Table
         if rows is None:
             if len(files) == 1:
                 hint = (
-                    "columns of operators (op, family, dtype, device, source, latency_us), of "
+                    "give columns of operators (op, family, dtype, device, source, latency_us), of "
                     f"XLA's tables, or of collectives ({', '.join(NEEDED)}); {families_told()}"
                 )
-                raise DatasetError("is no table that can be checked", where=str(file), hint=hint)
-            notes.append(f"{file.name}: no table of operators or collectives; not checked")
+                raise DatasetError("the table cannot be checked", where=str(file), hint=hint)
+            notes.append(f"{file.name}: not a table of operators or collectives; not checked")
             continue
         tables.append((rows, dict(described)))
     return tables, notes
@@ -97,7 +102,7 @@ def read_audited(path: Path, described: Mapping[str, DeviceSpec]) -> tuple[Table
 def _rows(
     table: pd.DataFrame, path: Path, described: Mapping[str, DeviceSpec]
 ) -> pd.DataFrame | None:
-    """Rows of a table, or ``None`` for a table of something else."""
+    """Return the rows of a table, or ``None`` for a table of something else."""
     columns = set(table.columns)
     table = table.reset_index(drop=True)
     try:
@@ -134,19 +139,19 @@ def _rows(
 
 
 def _collectives(rows: pd.DataFrame, described: Mapping[str, DeviceSpec]) -> pd.DataFrame:
-    """Collectives with the least bytes that each device must send, and the links they cross."""
+    """Add the minimum bytes that each device must send, and the rates of its links."""
     if "device" not in rows:
         rows = rows.assign(device=rows["platform"].map(lambda p: PLATFORMS.get(p, (str(p),))[0]))
-    # The tables write "NVIDIA A40 (vidur a40)"; the catalogue knows the part before.
+    # The tables have names such as "NVIDIA A40 (vidur a40)"; the catalogue has the first part.
     rows = rows.assign(device=rows["device"].astype(str).str.split(" (", regex=False).str[0])
     per_node = rows["devices_per_node"] if "devices_per_node" in rows else rows["world_size"]
     op = rows["op"].astype(str).map(collective_name)
     n = rows["world_size"].to_numpy(np.float64)
-    # Even where a switch adds up, a device sends what is not its own share once.
+    # Even with in-switch reduction, a device sends everything except its own share once.
     share = np.where(op.isin(["send_recv", "collective_permute", "broadcast"]), 1.0, (n - 1) / n)
     wire = rows["bytes"].to_numpy(np.float64) * share
     across = (n > per_node.to_numpy(np.float64)) & (op != "send_recv").to_numpy()
-    # Across nodes, a node's devices may share what has to leave it.
+    # Across nodes, the devices of a node may share the outgoing traffic.
     wire = np.where(across, wire / per_node.to_numpy(np.float64), wire)
     rate = _rates(rows, n, per_node.to_numpy(np.float64), described)
     figures: dict[str, np.ndarray | float] = {
@@ -156,7 +161,7 @@ def _collectives(rows: pd.DataFrame, described: Mapping[str, DeviceSpec]) -> pd.
         "_cache": 0.0,
         "_bandwidth": rate,
     }
-    # Ten microseconds to start: an engineering estimate that only orders rows of one size.
+    # Ten microseconds of latency: an engineering estimate that only ranks rows of one size.
     what = op
     for column in ("dtype", "backend", "kernel"):
         what = what + " " + (rows[column].astype(str) if column in rows else "")
@@ -169,7 +174,7 @@ def _rates(
     per_node: np.ndarray,
     described: Mapping[str, DeviceSpec],
 ) -> np.ndarray:
-    """Bytes/s that each device can send over the links that a group crosses."""
+    """Return the bytes/s that each device can send over the links of a group."""
     rates = np.full(len(rows), np.inf)
     platform = rows["platform"].astype(str) if "platform" in rows else rows["device"]
     names = rows["device"].astype(str) + "\n" + platform.astype(str)
@@ -182,7 +187,7 @@ def _rates(
                 find_described(name, described), **PLATFORMS.get(str(place), ("", {}))[1]
             )
         except DeviceError:
-            # No links are described: nothing bounds its collectives.
+            # Without described links there is no bound on collectives.
             continue
         for i in at:
             fabric = links.fabric(int(world[i]), int(per_node[i]))
@@ -216,9 +221,6 @@ def _dataset(
     return kept.assign(file=path.name, row=np.arange(len(kept)), marked=False), devices
 
 
-#: Excess over a data sheet's figure that is not counted: its clocks and rates are rounded.
-#: The published tables respect the peak within 2 % (tensor-core pack, known data problems).
-SLACK = 1.02
 #: Reasons in the order in which they are reported, and whether each is impossible.
 REASONS = {
     "no time": True,
@@ -239,9 +241,9 @@ REASONS = {
 
 @dataclass
 class AuditPart:
-    """Rows of one family with what physics says of them; arrays are of shape ``(n,)``.
+    """Rows of one family with their physical estimates; arrays have shape ``(n,)``.
 
-    ``slow`` marks rows of files that are off as a whole; they are not compared with others.
+    ``slow`` marks rows of files that are slow as a whole; they are not compared with others.
     """
 
     key: str
@@ -258,12 +260,12 @@ class AuditPart:
     found: list[pd.DataFrame] = field(default_factory=list)
 
     def over_peak(self) -> np.ndarray:
-        """Whether rows do more than the peak, bool."""
+        """Return whether rows exceed the peak, bool."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(self.flops / self.peak / self.seconds > SLACK)
 
     def log_ratio(self) -> np.ndarray:
-        """Binary logarithm of measured over expected time; nan where a time is not positive."""
+        """Return the binary log of measured over expected time; NaN without a positive time."""
         ratio = np.divide(
             self.seconds, self.base, out=np.full(len(self.base), np.nan), where=self.base > 0
         )
@@ -271,17 +273,17 @@ class AuditPart:
         return np.asarray(np.log2(ratio, out=np.full(len(ratio), np.nan), where=sound))
 
     def group(self, *columns: str) -> np.ndarray:
-        """Texts of columns that are there, joined, object."""
+        """Return the joined text of the available columns, object."""
         group = pd.Series("", index=self.rows.index)
         for column in columns:
             if column in self.rows:
-                # A CSV file has nothing where a library is not named.
+                # A CSV file has empty cells where no library is named.
                 named = self.rows[column].astype(object)
                 group = group + " " + named.where(named.notna(), "").astype(str)
         return np.asarray(group.str.strip(), object)
 
     def flag(self, reason: str, at: np.ndarray, evidence: np.ndarray, text: list[str]) -> None:
-        """Keep rows at positions ``at`` with their evidence and its figures."""
+        """Record the rows at positions ``at`` with their evidence and explanation."""
         if not len(at):
             return
         part = self.rows.iloc[at]
@@ -294,13 +296,13 @@ class AuditPart:
 def audit_part(
     key: str, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], notes: list[str]
 ) -> AuditPart:
-    """Add what physics says to rows.
+    """Add physical estimates to rows.
 
     Args:
-        key: Family of the rows, or what else they are.
-        rows: As :func:`read_audited` gives them.
+        key: Family or kind of the rows.
+        rows: Rows from :func:`read_audited`.
         devices: Descriptions by the names in ``device``.
-        notes: Gets what is not checked, and why.
+        notes: Receives notes on what is not checked, and why.
 
     Raises:
         DatasetError: A column of the family's sizes is missing.
@@ -319,10 +321,6 @@ def audit_part(
     return AuditPart(key, rows, seconds, flops, peak, moved, cache, bandwidth, base, identity, slow)
 
 
-#: What physics gives of each row.
-_FIGURES = ("flops", "peak", "moved", "cache", "bandwidth", "base")
-
-
 def _operators(
     key: str,
     rows: pd.DataFrame,
@@ -330,7 +328,7 @@ def _operators(
     devices: Mapping[str, DeviceSpec],
     notes: list[str],
 ) -> tuple[pd.DataFrame, np.ndarray, dict[str, np.ndarray]]:
-    """Physics of operators; rows whose sizes describe none are left out with a note."""
+    """Estimate operators; rows with invalid sizes are removed, with a note."""
     good = _describable(key, rows)
     if not good.all():
         notes.append(f"{int((~good).sum())} rows of {key} have no valid sizes; not checked")
@@ -340,21 +338,21 @@ def _operators(
     machine, peak = table.machine(), table.matrix_peak()
     group, read = FAMILIES.get(key), np.ones(len(rows))
     if group in ("conv", "conv_nd"):
-        # Fast algorithms save products where a filter has several taps.
+        # Fast algorithms save multiplications if a filter has several taps.
         taps = _product(rows, ("kd", "kh", "kw", "ksize"))
         peak = np.where(taps > 1, WINOGRAD_SAVING * peak, peak)
-        # Strides beyond the filter leave inputs unread.
+        # Strides larger than the filter skip inputs.
         steps = _product(rows, ("stride", "stride_d", "stride_h", "stride_w"))
         read = np.minimum(1.0, taps / steps)
     if "kv_dtype" in rows and rows["kv_dtype"].astype(str).str.contains("fp8").any():
-        # Some libraries compute in the format of the cache (tensor-core pack).
+        # Some libraries compute in the KV cache's format (tensor-core pack).
         narrow = rows["kv_dtype"].astype(str).str.contains("fp8").to_numpy()
         rate = TABLE_FORMATS["fp8"].rate
         fast = table.of_device(lambda device: device.matrix_peak(rate))
         peak = np.where(narrow, np.maximum(peak, fast), peak)
     figures = {
         "flops": features.flops,
-        # Element-wise work may run on the vector unit.
+        # Element-wise work may use the vector unit.
         "peak": np.maximum(peak, table.vector_peak()),
         "moved": features.moved * read,
         "cache": machine.cache,
@@ -365,7 +363,7 @@ def _operators(
 
 
 def _product(rows: pd.DataFrame, names: tuple[str, ...]) -> np.ndarray:
-    """Product of the sizes that there are; one size of both dimensions counts twice."""
+    """Return the product of the available sizes; a size for both dimensions counts twice."""
     total: np.ndarray = np.ones(len(rows))
     for name in names:
         if name in rows:
@@ -382,8 +380,10 @@ def _describable(key: str, rows: pd.DataFrame) -> np.ndarray:
         raise DatasetError(
             f"{key} needs the columns {', '.join(missing)}",
             where=str(rows["file"].iloc[0]),
-            hint="its columns are " + ", ".join(parameters_of(key)) + "; those that opcast predict "
-            "--op may leave out, a table may, too",
+            hint="its columns are "
+            + ", ".join(parameters_of(key))
+            + "; those that are optional in "
+            "opcast predict --op are optional here, too",
         )
     good = np.ones(len(rows), bool)
     for name in parameters_of(key):

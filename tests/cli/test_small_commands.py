@@ -75,8 +75,8 @@ def test_the_documented_table_of_operators_is_audited_and_judged(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("source,", "from,", ["is no table that can be checked", "'source' is missing"]),
-        (",family,", ",what,", ["is no table that can be checked", "no rows of operators"]),
+        ("source,", "from,", ["the table cannot be checked", "'source' is missing"]),
+        (",family,", ",what,", ["the table cannot be checked", "no rows of operators"]),
         ("linear,bf16", "matmul,bf16", ["no family kernel/matmul", "family that the model knows"]),
     ],
 )

@@ -203,7 +203,7 @@ def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
         (("--framework", "torch-eager", "--device", "local"), "JAX finds no GPU on this machine"),
         (("--framework", "torch-eager", "--lowering", "fused"), "--lowering does not apply"),
         (("--framework", "jax"), "no PyTorch framework 'jax'"),
-        (("--framework", "torch-eager@9.9"), "there is no release 9.9 of PyTorch"),
+        (("--framework", "torch-eager@9.9"), "no PyTorch release 9.9 has"),
         (("--framework", "torch-eager,torch-compiled", "--plot", "p.png"), "--plot does not apply"),
     ],
 )

@@ -150,5 +150,5 @@ def test_operations_with_regions_and_several_results_become_programs():
     assert "@main(%in0: tensor<4xf32>, %in1: tensor<i32>) -> (tensor<4xf32>, tensor<2xi8>)" in text
     assert "%out:2 = stablehlo.custom %in0, %in1 :" in text
     assert "return %out#0, %out#1 : tensor<4xf32>, tensor<2xi8>" in text
-    with pytest.raises(ProgramError, match="names 1 operands"):
+    with pytest.raises(ProgramError, match="has 1 operands"):
         op_program("%1 = stablehlo.negate %0 : tensor<4xf32>", [((4,), "f32")] * 2, [])

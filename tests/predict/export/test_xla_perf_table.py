@@ -77,7 +77,7 @@ def test_products_that_xla_cannot_tell_apart_are_left_out_with_a_note(operators)
     shapes = [(1, 512, 512, 512, "bf16"), (1, 256, 256, 256, "f32")]
     text, notes = matmul_table(shapes, find_device("h100-sxm"), operators)
     assert len(entries(text)) == 1
-    assert "1 products are left out" in notes[0]
+    assert "1 products are omitted" in notes[0]
 
 
 def test_a_program_gives_its_own_products():

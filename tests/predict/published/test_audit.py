@@ -133,7 +133,7 @@ def test_rows_that_cannot_be_checked_are_counted_in_a_note(tmp_path):
     table.to_csv(path, index=False)
     found = audit(path)
     assert found.rows == 1
-    assert any("devices in no catalogue were not checked: abacus" in note for note in found.notes)
+    assert any("unknown devices were not checked: abacus" in note for note in found.notes)
     assert any("no valid sizes" in note for note in found.notes)
 
 
@@ -155,7 +155,7 @@ def test_marks_of_the_publisher_are_compared(tmp_path):
 def test_tables_of_something_else_are_refused(tmp_path, text):
     path = tmp_path / "t.csv"
     path.write_text(text)
-    with pytest.raises(DatasetError, match="no table that can be checked"):
+    with pytest.raises(DatasetError, match="the table cannot be checked"):
         audit(path)
     with pytest.raises(DatasetError, match="no such table"):
         audit(tmp_path / "missing.csv")
