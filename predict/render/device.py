@@ -1,4 +1,4 @@
-"""Print a device with the source of every figure, or the catalogue as a table."""
+"""Output of a device with the source of each value, or of the catalogue as a table."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .parts import Column, fitted_table, plain_table
 
 
 class Figure(NamedTuple):
-    """A figure of a device.
+    """A value of a device.
 
     Attributes:
-        key: Key of the device file, such as ``peak_tflops.bf16``.
+        key: Key in the device file, such as ``peak_tflops.bf16``.
         value: Value in the unit of the key.
         source: Source of the value.
-        defaulted: Whether the device file left it out and a rule filled it.
+        defaulted: Whether it is missing in the device file and was filled by a rule.
     """
 
     key: str
@@ -31,13 +31,13 @@ class Figure(NamedTuple):
     defaulted: bool
 
 
-#: A device, and its figures by key.
+#: A device, with its values by key.
 _Known = tuple[DeviceSpec, dict[str, Figure]]
 
 
 def figures(spec: DeviceSpec) -> list[Figure]:
-    """List all known figures of a device, in the order of a device file."""
-    # Back from SI to the units of a device file, whose keys are printed.
+    """List all known values of a device, in the order of a device file."""
+    # Converted from SI to the units of a device file, whose keys are printed.
     values = [(key, si / NUMBERS[key]) for key, si in _numbers(spec).items() if si]
     values += _rates(spec)
     source = spec.provenance
@@ -48,7 +48,7 @@ def figures(spec: DeviceSpec) -> list[Figure]:
 
 
 def print_device(console: Console, spec: DeviceSpec) -> None:
-    """Print a device with its sources; figures that a rule filled are marked ``default``."""
+    """Print a device with its sources; values filled by a rule are marked ``default``."""
     about = ", ".join(filter(None, (spec.vendor, spec.architecture, spec.platform)))
     console.print(Text(f"{spec.name}  ({about})", style="bold"))
     if spec.aliases:
@@ -91,7 +91,7 @@ def print_devices(console: Console, specs: Iterable[DeviceSpec]) -> None:
     known = ((spec, {figure.key: figure for figure in figures(spec)}) for spec in specs)
     console.print(fitted_table(console.width, columns, known))
     console.print(
-        "rates in TFLOPS, matrix unit where not said otherwise; ~ marks what a rule filled; "
+        "rates in TFLOPS of the matrix unit unless stated otherwise; ~ marks values from a rule; "
         "sources: opcast device NAME"
     )
 
@@ -101,12 +101,12 @@ def _cell(key: str, device: _Known) -> str:
     if figure is None:
         return "–"
     value = f"{figure.value:.4g}" if figure.value < 1e4 else f"{figure.value:.0f}"
-    # Figures that a rule filled are less certain than a data sheet's.
+    # Values from a rule are less certain than those of a data sheet.
     return f"~{value}" if figure.defaulted else value
 
 
 def _numbers(spec: DeviceSpec) -> dict[str, float]:
-    """Figures by key in SI units; 0 where they are unknown."""
+    """Return values by key in SI units; 0 where unknown."""
     # The last level is main memory; the one before it is the last cache.
     cache = spec.levels[-2] if len(spec.levels) > 1 else None
     return {

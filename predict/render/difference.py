@@ -1,4 +1,4 @@
-"""Print what changes a time: two versions of a program, figures of a device, what fits."""
+"""Output of changes of a time: two versions of a program, designs of a device, and memory fits."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..difference.compare import Change, Difference, Judged
 from ..fit import MemoryFit
 from .parts import Column, fitted_table, headline, print_notes
 
-#: Changes of the peak of memory that are told, as a share. Engineering choice.
+#: Relative change of peak memory from which it is reported. Engineering choice.
 _TELLING = 0.01
-#: Changes that are told, as a share of the time: half of the last digit of the verdict's percent.
+#: Change from which it is reported, relative to the time: half of the last digit of the verdict.
 _SHOWN = 0.0005
-#: Lines of the source that a change names.
+#: Maximum source lines to name in a change.
 _LINES = 3
-#: Least share of the peak of a part that is told.
+#: Minimum share of the peak from which a part is reported.
 _LEAST = 0.001
 
 
 def print_difference(console: Console, judged: Judged, top: int) -> None:
-    """Print two versions on a device, and what makes the difference or that there is none.
+    """Print two versions on a device with what changed between them.
 
     Args:
-        console: Where to.
+        console: Console to print to.
         judged: The versions.
-        top: Rows of the table of changes.
+        top: Number of rows of the table of changes.
     """
     found, excess = judged.difference, judged.excess
     if found is None:
@@ -66,11 +66,11 @@ def print_difference(console: Console, judged: Judged, top: int) -> None:
 
 
 def markdown_differences(rows: Sequence[Judged], top: int) -> str:
-    """Write differences as Markdown, for a comment on a pull request.
+    """Return differences as Markdown, for a comment on a pull request.
 
     Args:
         rows: Programs on devices.
-        top: Rows of each table of changes.
+        top: Number of rows of each table of changes.
     """
     counts = {
         "over budget": sum(bool(own.excess) for own in rows),
@@ -88,7 +88,7 @@ def markdown_differences(rows: Sequence[Judged], top: int) -> str:
 
 
 def _cells(judged: Judged) -> tuple[str, ...]:
-    """Cells of a row behind the program and the device."""
+    """Return the cells of a row after the program and the device."""
     found, excess = judged.difference, judged.excess
     if found is None:
         return (*["–"] * 5, f"**error**: {judged.error}")
@@ -128,7 +128,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    """Text without what Markdown or HTML would take for markup: names of kernels and files."""
+    """Escape Markdown and HTML markup in names of kernels and files."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("\n", " ")
 
 
@@ -181,7 +181,7 @@ def _lines(change: Change) -> str:
 
 
 def _told(found: Difference, top: int) -> tuple[Change, ...]:
-    """The changes that are shown: the largest, without those that no figure shows."""
+    """Return the changes to show: the largest, without negligible ones."""
     least = _SHOWN * found.new.value
     return tuple(own for own in found.changes[:top] if abs(own.more_us) >= least)
 
@@ -200,12 +200,12 @@ def _rest(found: Difference, top: int) -> str:
 
 
 def signed(us: float) -> str:
-    """Write a difference of times with its sign."""
+    """Return a difference of times with its sign."""
     return f"{'−' if us < 0 else '+'}{duration(abs(us))}"
 
 
 def print_sensitivity(console: Console, found: Sensitivity) -> None:
-    """Print the elasticities of a time, one rate a line."""
+    """Print the elasticities of a time, one rate per line."""
     console.print(headline(duration(found.latency_us), f"  {found.subject} on {found.device}"))
     columns: tuple[Column[Elasticity], ...] = (
         Column("rate", lambda e: e.rate, justify="left"),
@@ -216,13 +216,13 @@ def print_sensitivity(console: Console, found: Sensitivity) -> None:
 
 
 def _signed(value: float) -> str:
-    """A figure of two decimals, of which zero has no sign."""
+    """Return a number with two decimals and a sign, except for zero."""
     return f"{value:+.2f}".replace("-0.00", "0.00").replace("+0.00", "0.00")
 
 
 def print_comparison(console: Console, found: Comparison) -> None:
-    """Print designs beside their base, one a line."""
-    console.print(headline(found.subject, f"  on designs of {found.base}; * no other one beats"))
+    """Print designs next to their base, one per line."""
+    console.print(headline(found.subject, f"  on designs of {found.base}; * on the Pareto front"))
     columns: list[Column[Compared]] = [
         Column("design", lambda d: ("* " if d.efficient else "  ") + d.device, justify="left"),
         Column("time", lambda d: duration(d.latency_us)),
@@ -240,7 +240,7 @@ def _modelled(name: str, design: Compared) -> str:
 
 
 def print_fit(console: Console, found: MemoryFit) -> None:
-    """Print the verdict, the parts of memory, and the change that would fit."""
+    """Print the verdict, the parts of memory, and a change that would fit."""
     verdict = ("fits", "bold green") if found.fits else ("does NOT fit", "bold red")
     peak, needed = found.peak, found.needed
     console.print(
@@ -256,7 +256,7 @@ def print_fit(console: Console, found: MemoryFit) -> None:
     if peak.value - needed.value > _LEAST * peak.value:
         console.print(
             f"  can run in {size(needed.value)}  [{size(needed.lo)} – {size(needed.hi)}]: free "
-            "segments are given back first"
+            "segments are released first"
         )
     told = {k: v for k, v in found.parts.items() if v > _LEAST * peak.value}
     parts = sorted(told.items(), key=lambda own: -own[1])

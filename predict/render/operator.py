@@ -1,4 +1,4 @@
-"""Print predictions of library operators."""
+"""Output of predictions of library operators and PyTorch programs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from ..operator.torch_memory import TorchMemory
     from ..operator.torch_price import AtenEstimate, TorchPrediction
 
-#: Number of reasons for being outside the training domain to print.
+#: Maximum reasons for being outside the training domain to print.
 SHOWN_REASONS = 4
-#: The same of libraries in a mixture.
+#: Maximum libraries of a mixture to print.
 SHOWN_LIBRARIES = 6
 
 
@@ -56,8 +56,8 @@ def print_op(console: Console, estimate: OpEstimate) -> None:
 
 
 def over_libraries(members: Sequence[Member]) -> str:
-    """List the libraries whose mixture predicts an operator that names none."""
-    # Kernels are named where a framework alone does not tell members apart.
+    """List the libraries in the mixture that predicts an operator without a named library."""
+    # Kernels are named where the framework does not distinguish members.
     frameworks = [member.backend for member in members]
     shown = ", ".join(
         f"{m.backend or m.kernel}"
@@ -77,14 +77,14 @@ def print_torch(
     by: str = "kernel",
     price: float | None = None,
 ) -> None:
-    """Print the time of a program as PyTorch runs it, and the operators that take most of it.
+    """Print the time of a program as PyTorch runs it, and its costliest operators.
 
     Args:
-        console: Where to.
+        console: Console to print to.
         prediction: The prediction.
-        top: Rows of the table; equal operators of equal modules are one row.
+        top: Number of rows; equal operators of equal modules share a row.
         by: ``kernel`` for operators, ``line`` or ``module``.
-        price: Of the device for an hour; without one no cost is printed.
+        price: Price of a device hour; without it, no cost is printed.
     """
     p = prediction
     rest = f"on {p.device} by {p.framework}"
@@ -111,7 +111,7 @@ def print_torch(
 
 
 def _print_memory(console: Console, m: TorchMemory) -> None:
-    """Print peak memory, what it is made of, and what to change where it does not fit."""
+    """Print peak memory, its parts, and a change that would make it fit."""
     fit = ""
     if m.out_of_memory is not None:
         word = "fits" if m.fits else "does NOT fit"
@@ -150,7 +150,7 @@ def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
         return f"{duration(min(o.lo_us for o in group))}–{duration(max(o.hi_us for o in group))}"
 
     whole = total(p.operators) or 1.0
-    # The time, the line and the operator are never left out.
+    # The time, the line and the operator are never omitted.
     columns: tuple[Column[Sequence[AtenEstimate]], ...] = (
         Column("share", lambda g: f"{total(g) / whole:.1%}"),
         Column("time", lambda g: duration(total(g))),
@@ -167,7 +167,7 @@ def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
 
 
 def _named(own: AtenEstimate) -> str:
-    """Phase and name, behind the module."""
+    """Return phase and name, after the module."""
     return f"{'' if own.phase == 'forward' else f' ({own.phase})'} {own.name}"
 
 
@@ -176,7 +176,7 @@ def _shape(own: AtenEstimate) -> str:
 
 
 def print_torch_explanation(console: Console, explained: TorchExplanation) -> None:
-    """Print the time of a program as PyTorch runs it, and what its costliest operators are."""
+    """Print the time of a program as PyTorch runs it, with its costliest operators explained."""
     p = explained.prediction
     console.print(timed_headline(p.latency_us, p.lo_us, p.hi_us, f"on {p.device} by {p.framework}"))
     console.print(
@@ -200,7 +200,7 @@ def print_torch_explanation(console: Console, explained: TorchExplanation) -> No
 
 
 def print_op_explanation(console: Console, estimate: OpExplanation) -> None:
-    """Print what a prediction is made of."""
+    """Print the breakdown of a prediction."""
     console.print(_headline(estimate, estimate.family))
     console.print(
         f"  {duration(estimate.latency_us)} = analytical estimate {duration(estimate.base_us)} "
@@ -237,7 +237,7 @@ def _known(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def candidates_table(ranked: pd.DataFrame, width: int) -> Table:
-    """Make a table of candidates, as ``rank_configurations`` returns them, that fits a width."""
+    """Return a table of candidates from ``rank_configurations`` that fits a width."""
 
     def interval(row: Mapping[Hashable, float]) -> str:
         return f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"

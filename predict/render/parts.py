@@ -1,4 +1,4 @@
-"""Pieces of text that several outputs share."""
+"""Text elements that several outputs share."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from ..groups import Group, K, Timed, grouped
 from ..next_runs import NextRuns
 
 T = TypeVar("T")
-#: Stands for the device of a row while notes are compared.
+#: Placeholder for the device of a row while notes are compared.
 _DEVICE = "\N{REPLACEMENT CHARACTER}"
-#: Most rows that a note names.
+#: Maximum rows that a note names.
 _NAMED = 6
+#: A number that is not part of a name such as ``a100-sxm-80gb``.
+_NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w.-]*\w)")
 
 
 def headline(figure: str, rest: str) -> Text:
-    """Make a line that begins with its most important figure."""
+    """Return a line that begins with its most important figure."""
     return Text.assemble((figure, "bold"), rest)
 
 
 def timed_headline(
     latency_us: float, lo_us: float, hi_us: float, rest: str, what: str = ""
 ) -> Text:
-    """Make a headline of a predicted time in microseconds, of ``what``, with its interval."""
+    """Return the headline of a predicted time in microseconds, of ``what``, with its interval."""
     span = f"(90 % interval {duration(lo_us)} to {duration(hi_us)})"
     return headline(duration(latency_us), f"{what}  {span}  {rest}")
 
@@ -50,10 +52,10 @@ def print_notes(
     """Print notes, one per line.
 
     Args:
-        console: Where to.
+        console: Console to print to.
         notes: The notes.
-        standing: Those that hold whatever the program, which are printed in grey.
-        loud: Only warnings, or only the others; by default all.
+        standing: Notes that do not depend on the program, printed in grey.
+        loud: True for warnings only, false for all others; by default all.
     """
     for note in notes:
         warns = note.startswith(WARNING)
@@ -63,14 +65,14 @@ def print_notes(
 
 
 def unfit(needed: float, capacity: float) -> Text:
-    """A headline's remark that a run does not fit into memory; empty if it does.
+    """Return a headline's remark that a run does not fit into memory; empty if it does.
 
     Args:
         needed: Bytes.
         capacity: Bytes of the device; 0 if unknown.
     """
     fits = not capacity or needed <= capacity
-    # No figures: the line has to stay one of 80 columns.
+    # No figures, so that the line fits 80 columns.
     return Text() if fits else Text(", does NOT fit", style="bold red")
 
 
@@ -81,10 +83,10 @@ class Column(Generic[T]):
     Attributes:
         name: Heading.
         cell: Text of a row, taken literally.
-        rank: The column of the highest rank is left out first; one of rank 0 never.
+        rank: Columns are omitted in order of decreasing rank; columns of rank 0 never.
         justify: Alignment.
-        least: Width to which texts may be cut to make room; 0 for columns that are never cut.
-        ends: Whether texts are cut in the middle, since their ends tell them apart.
+        least: Width to which texts may be truncated to make room; 0 to never truncate.
+        ends: Whether texts are truncated in the middle, since their ends distinguish them.
     """
 
     name: str
@@ -96,7 +98,7 @@ class Column(Generic[T]):
 
 
 def _cut_inside(text: Text, width: int) -> Text:
-    """A text without what is in its middle, where it is wider than ``width``."""
+    """Return a text truncated in the middle if it is wider than ``width``."""
     if cell_len(text.plain) <= width:
         return text
     end = (width - 1) * 2 // 3
@@ -104,12 +106,12 @@ def _cut_inside(text: Text, width: int) -> Text:
 
 
 def fitted_table(width: int, columns: Sequence[Column[T]], rows: Iterable[T]) -> Table:
-    """Make a table that fits a width: columns are left out by rank before any is cut further.
+    """Return a table that fits a width: columns are omitted by rank before others are truncated.
 
     Args:
-        width: Of the console.
-        columns: In order.
-        rows: What the columns are cells of.
+        width: Width of the console.
+        columns: Columns in order.
+        rows: Arguments of the columns' cells.
     """
     lines = [[Text.assemble(c.cell(row)) for c in columns] for row in rows]
     full = [
@@ -127,9 +129,9 @@ def fitted_table(width: int, columns: Sequence[Column[T]], rows: Iterable[T]) ->
         kept.remove(max(kept, key=lambda i: columns[i].rank))
     for i in kept:
         if columns[i].least:
-            # Nothing is left to leave out: what may be cut is cut to what remains.
+            # No column is left to omit: truncate to the remaining width.
             tight[i] = max(4, tight[i] - max(0, needed(tight) - width))
-    # What is still too wide goes on in the next line: a long name, never a figure.
+    # A column that is still too wide is wrapped: a long name, never a figure.
     folded = max(kept, key=lambda i: tight[i]) if needed(tight) > width else None
     if folded is not None:
         tight[folded] = max(8, tight[folded] - needed(tight) + width)
@@ -160,13 +162,13 @@ def fitted_table(width: int, columns: Sequence[Column[T]], rows: Iterable[T]) ->
 def plain_table(
     *names: str, right: Collection[str] = (), fold: Collection[str] = (), indented: bool = False
 ) -> Table:
-    """Make a table without lines.
+    """Return a table without lines.
 
     Args:
         names: Headings of the columns.
-        right: Those that stand on the right, as figures do.
-        fold: Those that go on in the next line where they are too long, as names do.
-        indented: Whether the columns stand apart, as below a line of text.
+        right: Right-aligned columns, such as figures.
+        fold: Columns that are wrapped if too long, such as names.
+        indented: Whether columns are spaced widely, for a table below a line of text.
     """
     padding = (0, 2) if indented else (0, 1)
     table = Table(box=None, pad_edge=False, padding=padding, header_style="bold")
@@ -183,14 +185,14 @@ def plain_table(
 def place_table(
     kernels: Sequence[K], top: int, width: int, by: str, aside: tuple[str, Callable[[K], str]]
 ) -> Table:
-    """Make a table of source lines or of modules by their time.
+    """Return a table of source lines or modules by their time.
 
     Args:
         kernels: All kernels of a program.
-        top: Rows.
-        width: Of the console.
+        top: Number of rows.
+        width: Width of the console.
         by: ``line`` or ``module``.
-        aside: Heading of a further column, and its text for a kernel; a group shows the commonest.
+        aside: Heading of an extra column, and its text for a kernel; a group shows the largest.
     """
     root = root_of(kernels)
 
@@ -214,24 +216,24 @@ def place_table(
 
 
 def root_of(kernels: Iterable[Timed]) -> str:
-    """The module that all others lie in, which is not repeated in every row."""
+    """Return the module that contains all others, which is omitted from rows."""
     roots = {k.module.split("/", 1)[0] for k in kernels if k.module}
     return roots.pop() + "/" if len(roots) == 1 else ""
 
 
 def line_of(source_line: str) -> str:
-    """File and line, without folders."""
+    """Return file and line without folders."""
     return source_line.rsplit("/", 1)[-1]
 
 
 def runs_priced(cost: float) -> tuple[float, str]:
-    """How many runs a cost is told of, so that it is a cent or more, and how that is said."""
+    """Return the number of runs to state a cost for, so that it is at least a cent, in words."""
     several = ((1e3, "per 1,000 runs"), (1e6, "per million runs"))
     return (1.0, "a run") if cost >= 0.01 else several[cost < 1e-5]
 
 
 def cost_line(result: HasLatency, price: float) -> str:
-    """What a run costs on a device rented by the hour, or many runs where one is below a cent."""
+    """Return the cost of a run on a rented device, or of many runs if one is below a cent."""
     seconds = Interval(result.latency_us * 1e-6, result.lo_us * 1e-6, result.hi_us * 1e-6)
     count, runs = runs_priced(cost_of(price, seconds, 1).value)
     value, lo, hi = (count * own for own in cost_of(price, seconds, 1))
@@ -239,7 +241,7 @@ def cost_line(result: HasLatency, price: float) -> str:
 
 
 def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:
-    """Make a table of what a learned model multiplies an analytical estimate by.
+    """Return a table of factors that a learned model applies to an analytical estimate.
 
     Args:
         title: Heading of the first column.
@@ -252,17 +254,17 @@ def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:
 
 
 class Compared(NamedTuple):
-    """A prediction of a kernel or program beside what was observed; microseconds of one execution.
+    """A predicted and an observed time of a kernel or program; microseconds of one execution.
 
     Attributes:
         predicted_us: Prediction.
-        lo_us: Lower end of its interval.
-        hi_us: Upper end.
-        observed_us: Measured, or of a trace.
+        lo_us: Lower bound of its interval.
+        hi_us: Upper bound.
+        observed_us: Measured time, or time in a trace.
         runs: Executions.
         kind: Kind of kernel; empty for a program.
-        name: Its name.
-        origin: What it was made of; empty if not known.
+        name: Name of the kernel.
+        origin: Its source; empty if unknown.
     """
 
     predicted_us: float
@@ -281,12 +283,12 @@ class Compared(NamedTuple):
 
 
 def compared_table(width: int, kernels: Sequence[Compared], observed: str, kernel: str) -> Table:
-    """Make a table of kernels, predicted beside observed.
+    """Return a table of kernels with predicted and observed times.
 
     Args:
-        width: Of the console.
-        kernels: In order.
-        observed: Heading of what was observed.
+        width: Width of the console.
+        kernels: Kernels in order.
+        observed: Heading of observed times.
         kernel: Heading of the kernels' names.
     """
     named = any(k.origin for k in kernels)
@@ -306,12 +308,12 @@ def compared_table(width: int, kernels: Sequence[Compared], observed: str, kerne
 
 
 def compared_total(total: Compared, observed: str, span: str = "") -> Text:
-    """Write the predicted time of a whole program beside the observed one, in one line.
+    """Return the predicted and the observed time of a whole program in one line.
 
     Args:
         total: The two times.
-        observed: What the observed time is: ``measured`` or ``traced``.
-        span: Spread of the observed time in words; empty for one reading.
+        observed: ``measured`` or ``traced``.
+        span: Spread of the observed time in words; empty for a single reading.
     """
     return Text.assemble(
         "total: predicted ",
@@ -322,17 +324,13 @@ def compared_total(total: Compared, observed: str, span: str = "") -> Text:
     )
 
 
-#: A figure, which is no part of a name such as ``a100-sxm-80gb``.
-_NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w.-]*\w)")
-
-
 class Noted(NamedTuple):
-    """A row of a table.
+    """A row of a table, with its notes.
 
     Attributes:
-        name: By which notes refer to it; rows may share one.
-        device: Name of its device.
-        notes: Of it.
+        name: Name of the row in notes; rows may share one.
+        device: Name of the device.
+        notes: Notes on the row.
     """
 
     name: str
@@ -341,10 +339,10 @@ class Noted(NamedTuple):
 
 
 def folded(rows: Sequence[Noted]) -> list[str]:
-    """Notes in the order of the rows, each with the rows that it is about unless these are all.
+    """Return notes in the order of the rows, each with the rows it applies to unless it is all.
 
     Args:
-        rows: Of one table.
+        rows: Rows of one table.
     """
     alike: dict[str, list[tuple[Noted, str]]] = {}
     for row in rows:
@@ -370,17 +368,17 @@ def _told(group: Sequence[tuple[Noted, str]], count: int) -> str:
 
 
 def _span(texts: Sequence[str]) -> str:
-    """Figures as one, or as the least and the largest."""
+    """Return a single figure, or the range of several."""
     ordered = sorted(set(texts), key=lambda text: float(text.replace(",", "")))
     return ordered[0] if len(ordered) == 1 else f"{ordered[0]}\N{EN DASH}{ordered[-1]}"
 
 
 def print_next_runs(console: Console, found: NextRuns) -> None:
-    """Print each run with the interval that is expected after it and those before it."""
+    """Print each run with the interval expected after it and the runs before it."""
     now = found.asked
     ends = f"{duration(now.lo * 1e6)} to {duration(now.hi * 1e6)}"
     if found.runs:
-        console.print(f"measure next; the interval is {ends} now, and expected after each:")
+        console.print(f"measure next; the interval is {ends} now, and is expected to become:")
     for number, run in enumerate(found.runs, 1):
         cost = "" if run.cost is None else f", costs {run.cost:.2g}"
         console.print(

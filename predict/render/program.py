@@ -1,4 +1,4 @@
-"""Print predictions of programs, their comparisons and explanations."""
+"""Output of predictions of programs, comparisons and explanations."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from .parts import (
     unfit,
 )
 
-#: Share of the time below which the kernels' sum is told beside it.
+#: Share of the time below which the sum of the kernels is printed as well.
 _MOSTLY = 0.9
-#: Rows that are printed; the file has all.
+#: Maximum rows to print; the file has all.
 MOST = 60
-#: Marks a kernel's time that was taken from the roofline because the estimator has none.
+#: Marks kernel times from the roofline, where the estimator has none.
 _BORROWED = "*"
-#: Number of contributions to print; the others are summed into one row.
+#: Maximum contributions to print; the others are summed in one row.
 _SHOWN = 6
-#: A factor this close to one would print as 1.00 or 1.01, so it is left out.
+#: Deviation from 1 below which a factor is omitted, since it would print as 1.00 or 1.01.
 _SAME = 0.005
 
 
@@ -56,14 +56,14 @@ def print_prediction(
     by: str = "kernel",
     price: float | None = None,
 ) -> None:
-    """Print the total, what takes most time, and the shares by kind.
+    """Print the total, the largest items, and the shares by kind.
 
     Args:
-        console: Where to.
+        console: Console to print to.
         prediction: The prediction.
-        top: Rows of the table.
+        top: Number of rows of the table.
         by: ``kernel`` for equal kernels, ``line`` or ``module``.
-        price: Of the device for an hour; without one no cost is printed.
+        price: Price of a device hour; without it, no cost is printed.
     """
     p = prediction
     first = timed_headline(p.latency_us, p.lo_us, p.hi_us, f"on {p.device}")
@@ -211,11 +211,11 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
 
 
 def _noted(frame: pd.DataFrame) -> list[Noted]:
-    """Rows with their notes, each named by what tells rows apart."""
+    """Return rows with their notes, each named by the columns that distinguish rows."""
     columns = [c for c in ("program", "device", "framework") if frame[c].nunique() > 1]
     found = []
     for row in frame.assign(notes=frame["notes"].fillna("")).to_dict("records"):
-        # Designs of one chip have the same notes but for the figures in their names.
+        # Designs of a chip have the same notes except for the numbers in their names.
         texts = {c: _FIGURES.sub("", str(row[c])) for c in (*columns, "device", "notes")}
         texts |= {"program": Path(str(row["program"])).name}
         name = " ".join(texts[c] for c in columns)
@@ -225,26 +225,26 @@ def _noted(frame: pd.DataFrame) -> list[Noted]:
 
 
 def _memory(peak: object, fits: object) -> Text:
-    """Peak memory and whether it fits; empty where it is not predicted, as of PyTorch's kernels."""
+    """Return peak memory and whether it fits; empty if it is not predicted."""
     if not isinstance(peak, float | int) or pd.isna(peak):
         return Text("")
-    # ``fits`` is None where the memory of a device is unknown.
+    # ``fits`` is None if the memory of a device is unknown.
     if fits is False:
         return Text(f"{size(peak)} does NOT fit", style="red")
     return Text(f"{size(peak)}{' fits' if fits is True else ''}")
 
 
 def print_comparison(console: Console, comparison: Comparison, top: int = 10) -> None:
-    """Print times of the program and of the kernels that the estimators disagree on most."""
+    """Print the program's times, and the kernels that the estimators disagree on most."""
     count = len(comparison.fidelities[0].own)
     rest = f" on {comparison.device}; lowering {comparison.lowering}, {count} kernels"
     console.print(Text.assemble((comparison.program, "bold"), rest))
     console.print(_table(comparison, top))
     console.print(
         f"time: of a run; covered: share of the time of kernels that the estimator models itself; "
-        f"{_BORROWED} the roofline, for want of its own"
+        f"{_BORROWED} from the roofline, since the estimator has none"
     )
-    # Notes on the program and the device come from every estimator; they are printed once.
+    # Notes shared by all estimators (on the program and the device) are printed once.
     shared = set.intersection(*[set(f.prediction.notes) for f in comparison.fidelities])
     first = comparison.fidelities[0].prediction.notes
     print_notes(console, dict.fromkeys(n for n in first if n in shared))
@@ -273,12 +273,12 @@ def _table(comparison: Comparison, top: int) -> Table:
 
 
 def _ratio(times: list[float]) -> str:
-    # A kernel that one estimator takes to be free has no ratio.
+    # There is no ratio if an estimator considers a kernel free.
     return f"{max(times) / min(times):.2f}" if min(times) > 0 else "–"
 
 
 def print_explanation(console: Console, explanation: ProgramExplanation) -> None:
-    """Print the total and, for each kernel, what its prediction is made of."""
+    """Print the total, and the breakdown of each kernel."""
     p = explanation.prediction
     console.print(
         headline(duration(p.latency_us), f" on {p.device}, model {p.model}, lowering {p.lowering}")
@@ -306,12 +306,12 @@ def _print_kernel(console: Console, kernel: ExplainedKernel) -> None:
         f"  {duration(e.latency_us)} = (roofline {duration(e.roofline_us)} [{e.bound}] + floor "
         f"{duration(e.floor_us)}) × {e.factor:.2f} ({e.source})"
     )
-    # How the program around it changes the kernel's time, such as operands left in a cache.
+    # Effect of the surrounding program, such as operands left in a cache.
     place = kernel.in_program_us / e.latency_us if e.latency_us > 0 else 1.0
     if abs(place - 1.0) >= _SAME:
         console.print(
-            f"  in this program {duration(kernel.in_program_us)}: × {place:.2f} for its place "
-            "(what caches hold of its operands, loops, kernels beside it)"
+            f"  in this program {duration(kernel.in_program_us)}: × {place:.2f} for its context "
+            "(operands in caches, loops, neighbouring kernels)"
         )
     if e.contributions:
         console.print(_contributions(e))
@@ -338,7 +338,7 @@ def _domain_text(e: KernelExplanation) -> str:
     figures = f"score {e.domain_score:.2f}, threshold {e.domain_threshold:.2f}"
     side = "in" if e.in_domain else "outside"
     text = f"{side} the training domain ({figures})"
-    # Features beyond their range explain more than a score; else only the combination is unusual.
+    # Features beyond their range tell more than a score; else the combination is unusual.
     beyond = [o for o in e.outside if o.beyond]
     if beyond:
         return text + ": " + "; ".join(map(_beyond_text, beyond))

@@ -1,4 +1,4 @@
-"""Print what a deployment does under a load, deployments compared, and a fleet over its hours."""
+"""Output of serving predictions, comparisons of deployments, and fleets over hours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = {
 }
 
 
-#: What was measured of a deployment, by :data:`~opcast.models.serving.ends.TIERS`.
+#: How closely measured runs resemble the deployment, by :data:`~opcast.models.serving.ends.TIERS`.
 _KNOWN = {
     "model": "this model was measured under this framework and in this format on this chip",
     "framework": "this framework was measured in this format on this chip, but not this model",
@@ -40,16 +40,16 @@ _KNOWN = {
     "new": "no chip of this generation was measured",
     "vendor": "no chip of this vendor was measured",
 }
-#: Upper over lower end up to which a rate is one number in print.
+#: Ratio of upper to lower bound up to which a rate is printed as a single number.
 _SAME = 1.005
-#: What follows it where prompts run on workers of their own.
-_APART = "; with prompts on workers of their own, few runs were"
+#: Addition for separate prefill workers.
+_APART = "; few runs had separate prefill workers"
 _OF = {
     "request": "a request",
     "output_token": "an output token",
     "million_tokens": "a million output tokens",
 }
-#: Hours that are printed at most; --json has all.
+#: Maximum hours to print; --json has all.
 _HOURS = 24
 
 
@@ -57,15 +57,15 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     """Print throughput, latencies, cost, states and memory.
 
     Args:
-        console: Where to.
-        prediction: What is printed.
-        price: Dollars of a device and hour; 0 for none.
+        console: Console to print to.
+        prediction: The prediction.
+        price: Dollars per device hour; 0 if unknown.
     """
     own = prediction.deployment
     rate, tokens, what = prediction.requests_per_s, prediction.tokens_per_s, ""
     single = prediction.load.outputs.max() == 1
     if single:
-        # A load of prompts alone is judged by what it reads.
+        # A load without outputs is characterized by its input tokens.
         each = prediction.load.prompts @ prediction.load.counts / prediction.load.count
         tokens, what = rate.times(each), "input "
     console.print(
@@ -82,7 +82,7 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     table = _table("latency, 90 % interval", *names)
     for metric in METRICS:
         if single and metric in ("tpot", "itl"):
-            # There are no further tokens.
+            # There are no tokens after the first.
             continue
         values = [prediction.figures[f"{metric}/{name}"] for name in names]
         table.add_row(_NAMES[metric], *(duration(v.value * 1e6) for v in values))
@@ -97,9 +97,9 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     if prediction.overload > LIKELY:
         console.print(_overload(prediction), style="yellow")
     apart = "" if own.prefill is None else _APART
-    # What was measured says little of how sure that is elsewhere.
+    # Intervals are stated as a factor, since the tier alone does not tell their width. An open load
+    # that is sustained is served at its own rate.
     factor = prediction.tokens_per_s.hi / prediction.tokens_per_s.lo
-    # An open load that is kept up with is served at its own rate.
     digits = 2 if factor > 1.05 else 3
     same = factor <= _SAME
     rate_of = "those of the load" if same else f"within a factor of {factor:.{digits}g}"
@@ -121,15 +121,15 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
 
 
 def _overload(prediction: ServingPrediction) -> str:
-    """How likely queues grow without end, and what then becomes of the upper ends."""
+    """Describe the probability of overload, and what the upper bounds then mean."""
     if prediction.overload >= 1.0:
-        return "more is offered than is served: queues grow without end, and times with the load"
+        return "the load exceeds the maximum throughput: queues and latencies grow without limit"
     said = f"the load may saturate the engines: {prediction.overload:.0%} likely"
-    return f"{said}; queues then grow without end, and upper ends are of engines that keep up"
+    return f"{said}; queues then grow without limit, and upper bounds assume stable engines"
 
 
 def _print_costs(console: Console, prediction: ServingPrediction, price: float) -> None:
-    """Print energy where power is known, and dollars where there is a price."""
+    """Print energy if power is known, and dollars if there is a price."""
     for name, joules in prediction.joules().items():
         console.print(
             f"{quantity(joules.value, 'J')} {_OF[name]} ({quantity(joules.lo, 'J')} to "
@@ -147,11 +147,11 @@ def print_plans(
     """Print the best deployment, why it wins, its launch commands, and the Pareto front.
 
     Args:
-        console: Where to.
-        plans: Deployments that were compared.
+        console: Console to print to.
+        plans: Compared deployments.
         model: Checkpoint for the commands.
-        top: Most deployments of the front.
-        price: Dollars of a device and hour; 0 for none.
+        top: Maximum deployments of the front.
+        price: Dollars per device hour; 0 if unknown.
     """
     best = plans.best
     if best is None:
@@ -182,7 +182,7 @@ def print_plans(
     console.print(
         f"{len(plans.judged)} deployments simulated ({plans.screened} of them without intervals, "
         f"since they cannot win by estimate), {len(plans.refused)} do not fit, {plans.pruned} were "
-        "left out"
+        "skipped"
     )
     alike: dict[str, list[str]] = {}
     for text, why in plans.refused.items():
@@ -202,20 +202,20 @@ def print_plans(
                 table.add_row(*cells)
         console.print(table)
         console.print(
-            "in SLO: share of the requests; sure: how likely the latencies shown keep it; in grey: "
-            "90 % intervals"
+            "in SLO: share of the requests; sure: probability that the latencies shown meet it; in "
+            "grey: 90 % intervals"
         )
     if best is not None:
         print_notes(console, best.prediction.notes)
 
 
 def _formats(own: Deployment) -> str:
-    """Such as ``weights in bf16, experts in mxfp4, cache in bf16``."""
+    """Return text such as ``weights in bf16, experts in mxfp4, cache in bf16``."""
     return ", ".join(f"{name} in {text}" for name, text in own.model.formats().items())
 
 
 def _print_surety(console: Console, plans: ServingPlans, best: Planned, price: float) -> None:
-    """Print how likely the best keeps the SLO, and what is surer where it may well not."""
+    """Print the probability that the best meets the SLO, and a surer one if that is low."""
     if plans.slo == FREE:
         return
     sure = best.sure
@@ -244,7 +244,7 @@ def _token_price(one: Planned, price: float) -> Interval:
 
 
 def _rows(one: Planned, slo: Slo, price: float) -> Sequence[Sequence[str | Text]]:
-    """Two rows of the table: estimates, and below them their 90 % intervals."""
+    """Return two rows of the table: estimates, and below them their 90 % intervals."""
     ttft, tpot, good = one.figure("ttft"), one.figure("tpot"), one.prediction.good
     rate = one.prediction.tokens_per_s
     count = one.deployment.devices
@@ -254,7 +254,7 @@ def _rows(one: Planned, slo: Slo, price: float) -> Sequence[Sequence[str | Text]
         texts = [plain(dollars) for dollars in _token_price(one, price)]
     sure = "" if slo == FREE else f"{one.sure:.0%}"
     named = f"{one.text()} on {count}"
-    # A queue that grows without end has no length.
+    # A queue that grows without limit has no latency.
     grows = not one.keeps_up
     first = (
         texts[0],
@@ -273,7 +273,7 @@ def _rows(one: Planned, slo: Slo, price: float) -> Sequence[Sequence[str | Text]
 
 
 def _ends(seconds: Interval) -> str:
-    """Both ends, with one unit where they have the same."""
+    """Return both bounds, with a single unit if it is the same."""
     low, high = duration(seconds.lo * 1e6), duration(seconds.hi * 1e6)
     number, _, unit = low.partition(" ")
     return f"{number}\u2013{high}" if high.endswith(f" {unit}") else f"{low}\u2013{high}"
@@ -284,12 +284,12 @@ def _span(interval: Interval) -> str:
 
 
 def _table(*names: str, numbers: bool = True) -> Table:
-    """A table whose first column, and others without numbers, stand on the left."""
+    """Return a table whose first column, and others without numbers, are left-aligned."""
     return plain_table(*names, right=names[1:] if numbers else (), fold=names)
 
 
 def print_fleet(console: Console, prediction: FleetPrediction) -> None:
-    """Print totals, pools, the worst hours and what a fleet without scaling would take."""
+    """Print totals, pools, the worst hours, and the alternative of a static fleet."""
     data: Any = prediction.to_dict()
     cost = (
         f"{plain(data['cost'])} $"
@@ -333,7 +333,7 @@ def print_fleet(console: Console, prediction: FleetPrediction) -> None:
 
 
 def _share(kept: float) -> str:
-    """A share of requests, never all of them: no prediction is that sure."""
+    """Return a share of requests, never 100 %: no prediction is that sure."""
     return f"{kept:.2%}" if kept < 0.99995 else "> 99.99%"
 
 
@@ -359,7 +359,7 @@ def _print_pools(console: Console, data: Any) -> None:
 
 
 def _print_hours(console: Console, data: Any) -> None:
-    """The hours in which the fewest requests keep the SLO, in order of time."""
+    """Print the hours with the lowest SLO attainment, in order of time."""
     worst = sorted(data["by_hour"], key=lambda hour: hour["slo_attainment"])[:_HOURS]
     names = ("hour", "requests", "keep SLO", "device h", "replicas", "waiting")
     table = plain_table(*names, right=names, indented=True)

@@ -1,4 +1,4 @@
-"""Print predictions on clusters: of a training step, of a partitioned program, and of plans."""
+"""Output of predictions on clusters: training steps, partitioned programs and plans."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..cluster.partitioned import PartitionedPrediction
     from ..plan.answer import PlanAnswer
 
-#: Number of operators to list: those that fit the width of a table.
+#: Number of operators to list, for the width of a table.
 TOP = 8
 
 
 def print_step(console: Console, prediction: StepPrediction) -> None:
-    """Print the step's time, where it goes, what the devices hold, and notes."""
+    """Print a step's time, its parts, the memory of the devices, and notes."""
     s, n = prediction.step, prediction.plan.devices
     fit, span = prediction.fit, prediction.interval
     needed, most = fit.worst.total, fit.capacity
@@ -60,7 +60,7 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
 
 
 def _energy(prediction: StepPrediction) -> str:
-    """Energy and cost of the step, with their intervals."""
+    """Return energy and cost of the step, with intervals."""
     total, n = prediction.interval, prediction.plan.devices
     tokens = prediction.workload.batch * prediction.workload.seq
     said = []
@@ -162,7 +162,7 @@ def _times(prediction: StepPrediction) -> Table:
 
 
 def _terms(prediction: StepPrediction) -> Table:
-    """Terms of the step; the interval is the step's where that term is at its own two ends."""
+    """Return a table of the step's terms, with the step's time at each term's bounds."""
     table = _table("term", "time", "share", "step if at its ends", "learned factors")
     total = prediction.step.total
     for term in prediction.terms:
@@ -175,7 +175,7 @@ def _terms(prediction: StepPrediction) -> Table:
 
 
 def _lessons(lessons: Sequence[tuple[str, float]]) -> str:
-    # Below half a per cent nothing was learned that a reader could see in the time.
+    # Changes below half a per cent are not visible in the time.
     said = [f"{name} {factor - 1.0:+.0%}" for name, factor in lessons if abs(factor - 1.0) > 5e-3]
     return ", ".join(said)
 
@@ -196,12 +196,12 @@ def _memory(prediction: StepPrediction) -> Table:
 
 
 def _table(*names: str) -> Table:
-    # Figures stay whole, plans and names go on in the next line.
+    # Figures are not wrapped, plans and names are.
     return plain_table(*names, right=names[1:3], fold=names[3:])
 
 
 def print_plan(console: Console, answer: PlanAnswer, top: int = 10) -> None:
-    """Print the best plan, the front of time, memory, devices and energy, and the reasons."""
+    """Print the best plan, the Pareto front, and the reasons."""
     best = answer.best
     held = size(best.memory_bytes_per_device)
     console.print(

@@ -143,11 +143,9 @@ def test_what_helps_an_slo_that_none_keeps_is_tried_first() -> None:
     found = search(predictor(), base, 1, alone, slo, apart=False)
     nearest, *helps = found.misses()
     assert "times the limit" in nearest and "p90 of TPOT" in nearest
-    assert {"weights in fp8", "engines twice as wide (2 devices)"} <= set(found.helps)
+    assert {"fp8 weights", "engines twice as wide (2 devices)"} <= set(found.helps)
     # Half of the bytes, and two devices that read them at once.
-    assert all(
-        found.helps[c].keeps for c in ("weights in fp8", "engines twice as wide (2 devices)")
-    )
+    assert all(found.helps[c].keeps for c in ("fp8 weights", "engines twice as wide (2 devices)"))
     for line, (change, other) in zip(helps, found.helps.items(), strict=True):
         kept = other.tpot <= slo.tpot
         assert line.startswith(f"{change} would " + ("keep it" if kept else "not do"))

@@ -70,10 +70,10 @@ def altered(found: ProgramExplanation, **values: object) -> ProgramExplanation:
 
 
 def test_screen_tells_a_kernel_by_itself_from_the_kernel_in_its_program(found) -> None:
-    assert "for its place" not in shown(found)  # this model does not correct
+    assert "for its context" not in shown(found)  # this model does not correct
     kernel = found.kernels[0]
     moved = replace(kernel, in_program_us=0.8 * kernel.explanation.latency_us)
-    assert "× 0.80 for its place" in shown(replace(found, kernels=(moved,)))
+    assert "× 0.80 for its context" in shown(replace(found, kernels=(moved,)))
 
 
 def test_screen_says_why_a_kernel_is_outside(found) -> None:
