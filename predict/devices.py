@@ -34,20 +34,19 @@ def resolve_device(
     """Find a device description.
 
     Args:
-        device: A description, the path of a JSON or YAML file with one, a name, short where no
-            other device has it, or ``local`` or ``None`` for JAX's default device.
+        device: A description, the path of a JSON or YAML file with one, a name or an unambiguous
+            abbreviation, or ``local`` or ``None`` for JAX's default device.
         known: Devices that the model was trained on.
 
     Returns:
         The description. The user's own measurement takes precedence over the model's description,
-        and that over the catalogue's. A catalogue name also finds a device that was measured or
-        trained under one of its aliases. A measurement whose ceilings differ from those of the
-        trained device of the same name is another device with a name of its own: ``local`` finds
-        it, the trained device's name does not.
+        which takes precedence over the catalogue's. A catalogue name also finds a device that was
+        measured or trained under one of its aliases. A measurement whose ceilings differ from
+        those of the trained device of the same name is another device with its own name: ``local``
+        finds it, the trained device's name does not.
 
     Raises:
-        DeviceError: The name is unknown, or may mean several devices; the message lists
-            them.
+        DeviceError: The name is unknown or ambiguous; the message lists candidates.
     """
     if isinstance(device, DeviceSpec):
         return device
@@ -63,8 +62,8 @@ def resolve_device(
         name = name if spec else typed_name(name) or name
     if spec is None and in_catalogue(name):
         listed = find_device(name)
-        # The catalogue comes last, yet its aliases help to find a measurement or a trained device
-        # of the same chip, which describe it better than a data sheet.
+        # The catalogue comes last, but its aliases help to find a measured or trained device of the
+        # same chip, which describes it better than a data sheet.
         spec = _measured_or_trained(_other_names(listed), known) or listed
     if spec is not None:
         return spec
@@ -91,7 +90,7 @@ def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = No
 
 
 def shown_devices(where: str) -> tuple[str, ...]:
-    """Names of devices that are taken where a user names none.
+    """Return the names of default devices.
 
     Args:
         where: A key of ``shown_devices.yaml``.
@@ -100,20 +99,20 @@ def shown_devices(where: str) -> tuple[str, ...]:
 
 
 def generation_note(spec: DeviceSpec) -> tuple[str, ...]:
-    """A note on a GPU of no known generation: whose kernels it is priced by, in every command.
+    """Return notes on a GPU of unknown generation, and on design figures that are not modelled.
 
     Args:
         spec: The device.
 
     Returns:
-        One note, or none for a device of the catalogue or of a generation that has rules; and what
-        of a design no time follows.
+        For a GPU outside the catalogue whose generation has no rules, a note that says whose
+        kernels it is priced by; and a note for each design figure that no time depends on.
     """
     return (*_generation(spec), *_unread(spec))
 
 
 def _unread(spec: DeviceSpec) -> Iterator[str]:
-    """Notes on figures of a design that differ from its base's and that no time follows."""
+    """Yield notes on figures that differ from the base design's but that no time depends on."""
     base = base_of(spec)
     if base is None:
         return
@@ -121,23 +120,23 @@ def _unread(spec: DeviceSpec) -> Iterator[str]:
     if all(shared) and shared[0] != shared[1]:
         yield (
             f"{spec.name} has {shared[0] / shared[1]:.3g} × the shared memory of {base.name}: "
-            "products and attention keep its tiles, intervals reach to what others would move"
+            "products and attention keep its tiles; intervals cover the traffic of other tiles"
         )
     if spec.dies and spec.dies != (base.dies or 1):
         yield (
-            f"{spec.name} has {spec.dies} dies, {base.name} {base.dies or 1}: what crosses between "
-            "dies is not priced, and intervals are as wide as between architectures"
+            f"{spec.name} has {spec.dies} dies, {base.name} {base.dies or 1}: traffic between dies "
+            "is not priced, and intervals are as wide as between architectures"
         )
 
 
 def _generation(spec: DeviceSpec) -> tuple[str, ...]:
-    """The note of :func:`generation_note` on the architecture."""
+    """Return the architecture note of :func:`generation_note`."""
     named = spec.architecture
     if spec.platform != "gpu" or named in generations().architectures or in_catalogue(spec.name):
         return ()
     maker = "NVIDIA" if spec.runs_cuda else spec.vendor
     own = [name for name, rules in generations().architectures.items() if rules.vendor == maker]
-    said = f"{spec.name} names no architecture"
+    said = f"{spec.name} does not name an architecture"
     if named:
         said = f"{spec.name} names the architecture {printable(named)!r}, which has no rules"
     if spec.vendor not in ("", maker):
@@ -145,18 +144,20 @@ def _generation(spec: DeviceSpec) -> tuple[str, ...]:
     close = difflib.get_close_matches(named.lower(), own, n=1)
     wanted = close[0] if close else ", ".join(own[-3:])
     return (
-        f"{said}: every command prices it as a GPU of {maker} of no known generation; for a "
-        f"generation's kernels name its `architecture:` in the device file ({wanted})",
+        f"{said}: all commands price it as a GPU of {maker} of unknown generation; to use the "
+        f"kernels of a generation, set `architecture:` in the device file ({wanted})",
     )
 
 
 def device_stamp(device: str | Path) -> tuple[object, ...]:
-    """Identify what a device's name or file stands for, without reading it.
+    """Return a value that changes when a device's name or file may mean another description.
+
+    The device is not read.
 
     Returns:
-        The stamp of the file; for a name, the stamps of the user's measurements, any of which may
-        be the device's by one of its aliases. Another value means that the name may stand for
-        another description (:func:`resolve_device`, with the same devices of the model).
+        The stamp of the file; for a name, the stamps of all the user's measurements, since any may
+        be of the device by one of its aliases (:func:`resolve_device`, with the same trained
+        devices).
     """
     if Path(device).suffix.lower() in (".json", ".yaml", ".yml"):
         return (str(device), file_stamp(device))
@@ -169,10 +170,10 @@ def device_stamp(device: str | Path) -> tuple[object, ...]:
 
 
 def is_known(device: str, known: Mapping[str, DeviceSpec]) -> bool:
-    """Whether a device, given by name or as ``local``, was measured here or trained on.
+    """Return whether a device, given by name or as ``local``, was measured here or trained on.
 
-    The catalogue does not count, because a machine at hand should be measured. For ``local``, nor
-    does a trained device of the same name, because it may be another machine.
+    The catalogue does not count, since a machine at hand should be measured. Nor does a trained
+    device with the name of ``local``, since it may be another machine.
     """
     if device == "local":
         return measured_path(local_device_name()).is_file()
@@ -180,19 +181,19 @@ def is_known(device: str, known: Mapping[str, DeviceSpec]) -> bool:
 
 
 def measured_path(name: str) -> Path:
-    """Path of the user's own measurement of a device."""
+    """Return the path of the user's own measurement of a device."""
     return home() / "devices" / f"{name}.json"
 
 
 def _local(known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
-    """This machine as it was measured, else the trained device of its name, marked as such."""
+    """Return this machine as measured, else the trained device of its name, marked as such."""
     name = local_device_name()
     spec = _measured(name, known)
     if spec is None and name in known:
         trained = known[name]
         if not is_measured(trained):
             return trained
-        # Virtual machines of different hosts go by one CPU name, so a match by name alone is marked
+        # Virtual machines on different hosts share a CPU name, so a match by name alone is marked
         # and later noted beside the prediction.
         return replace(trained, extra={**trained.extra, BY_NAME: True})
     return spec
@@ -209,13 +210,13 @@ def _measured_or_trained(names: list[str], known: Mapping[str, DeviceSpec]) -> D
 
 
 def _measured(name: str, known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
-    """The user's own measurement of a device, renamed if it equals a trained device."""
+    """Return the user's own measurement of a device, renamed if it equals a trained device."""
     path = measured_path(name)
     if not path.is_file():
         return None
     spec = DeviceSpec.from_file(path)
     if is_measured(spec) and MEASURED_AT not in spec.extra:
-        # Files of earlier versions do not hold the time; the file's own time stands for it.
+        # Files of earlier versions lack the time; the file's modification time replaces it.
         taken = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(taken)})
     return identified(spec, known)
@@ -227,7 +228,7 @@ def time_text(time: datetime) -> str:
 
 
 def _other_names(listed: DeviceSpec) -> list[str]:
-    """Names under which the same device may have been measured or trained."""
+    """Return the names under which the same device may have been measured or trained."""
     return [listed.name, *listed.aliases, *map(device_slug, listed.aliases)]
 
 

@@ -1,4 +1,4 @@
-"""Whether a program or a training step fits the memory of a device, and what would if not."""
+"""Check whether a program or a training step fits a device's memory, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -20,37 +20,36 @@ if TYPE_CHECKING:
     from .operator.torch_memory import TorchMemory
     from .program.case import ProgramCase
 
-#: Share of a GPU's memory that JAX takes by default, and does not grow beyond
-#: (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
+#: Fraction of a GPU's memory that JAX reserves by default and does not exceed
 JAX_SHARE = 0.75
-#: Ends in logarithms of what a compiler says a program needs: the allocator's gaps and scratch of
-#: libraries. Engineering estimate.
+#: Bounds, in logarithms, of a compiler's stated memory requirement: gaps of the allocator and
+#: scratch memory of libraries. Engineering estimate.
 _COMPILED = (-0.02, 0.05)
-#: The same of the lifetimes of buffers without a compiler: on GPUs, and elsewhere, as on TPUs,
-#: whose layouts pad. Peaks of 10 programs of the zoo by lowering ``xla`` were 0.86 to 1.09
-#: times these on an H100 and 0.86 to 1.96 times on a v5e.
+#: The same for buffer lifetimes without a compiler: on GPUs, and elsewhere, as on TPUs, whose
+#: layouts are padded. Peaks of 10 programs of the zoo by lowering ``xla`` were 0.86 to 1.09 times
+#: these on an H100 and 0.86 to 1.96 times on a v5e.
 _LIFETIMES = {"gpu": (-0.15, 0.12), "": (-0.2, 0.5)}
-#: Share of a peak that donated arguments leave at most, or they are not named.
+#: Donated arguments are suggested if they reduce the peak below this fraction.
 _SAVING = 0.99
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """What a run needs of a device's memory, and whether it has that. Bytes.
+    """Memory that a run needs on a device, and whether it is available. In bytes.
 
     Attributes:
         subject: What is run.
         device: Name of the device.
-        needed: What it can run in, with its 90 % interval.
-        capacity: What a process can have.
-        parts: What the peak is made of.
-        risk: Largest probability of running out that is accepted.
-        change: The smallest change with which it would fit; empty if it fits, or none is known.
-        source: What the peak is from.
-        notes: What limits the answer.
-        beside: What else does not fit, such as what is offloaded to the host; empty for nothing.
-        held: Peak of what the device sees if there is room, with its 90 % interval; ``None`` if
-            that is what is needed.
+        needed: Memory in which it can run, with its 90 % interval.
+        capacity: Memory available to a process.
+        parts: Components of the peak.
+        risk: Largest accepted probability of running out of memory.
+        change: The smallest change that would make it fit; empty if it fits or none is known.
+        source: Source of the peak.
+        notes: Limitations of the answer.
+        beside: What else does not fit, such as data offloaded to the host; empty if all fits.
+        held: Peak that the device reports if there is room, with its 90 % interval; ``None`` if
+            it equals the needed memory.
     """
 
     subject: str
@@ -67,21 +66,21 @@ class MemoryFit:
 
     @property
     def peak(self) -> Interval:
-        """The peak of memory that ``opcast predict`` answers."""
+        """Return the memory peak that ``opcast predict`` reports."""
         return self.held or self.needed
 
     @property
     def out_of_memory(self) -> float:
-        """Probability that the device runs out of memory."""
+        """Return the probability that the device runs out of memory."""
         return 1.0 - self.needed.chance_below(self.capacity)
 
     @property
     def fits(self) -> bool:
-        """Whether that probability is accepted, and nothing else is lacking."""
+        """Return whether that probability is accepted and nothing else is missing."""
         return self.out_of_memory <= self.risk and not self.beside
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast fit --json`` prints it."""
+        """Return JSON data, as printed by ``opcast fit --json``."""
         return {
             "subject": self.subject,
             "device": self.device,
@@ -102,21 +101,21 @@ class MemoryFit:
 
 
 def allowed(needed: Interval, capacity: float, risk: float) -> float:
-    """Largest estimate that has no larger risk, if its interval is as wide as another's.
+    """Return the largest estimate whose probability of exceeding a capacity is at most ``risk``.
 
     Args:
-        needed: The other.
-        capacity: What there is.
-        risk: Largest probability of more.
+        needed: An interval with the same relative width.
+        capacity: Available memory.
+        risk: Largest accepted probability of exceeding it.
     """
     return capacity * needed.value / needed.quantile(1.0 - risk)
 
 
 def _capacity(spec: DeviceSpec) -> float:
-    """What a process can have of a device.
+    """Return the memory that a process can use on a device.
 
     Raises:
-        DeviceError: It is not known.
+        DeviceError: It is unknown.
     """
     if not spec.memory_bytes:
         raise DeviceError(
@@ -128,12 +127,12 @@ def _capacity(spec: DeviceSpec) -> float:
 
 
 def program_fit(case: ProgramCase, risk: float, subject: str) -> MemoryFit:
-    """Find out whether a program fits as XLA runs it.
+    """Check whether a program fits as XLA runs it.
 
     Args:
-        case: The program on a device.
-        risk: Largest probability of running out that is accepted.
-        subject: What it is called.
+        case: The program and device.
+        risk: Largest accepted probability of running out of memory.
+        subject: Name of the program.
 
     Raises:
         OpcastError: The program or device is not usable.
@@ -142,13 +141,13 @@ def program_fit(case: ProgramCase, risk: float, subject: str) -> MemoryFit:
 
     source, lowered, spec = case.lower(roofline_predictor())
     most = _capacity(spec)
-    # JAX takes its share at once; elsewhere memory is taken as it is needed.
+    # JAX reserves its share at once; elsewhere memory is allocated on demand.
     capacity = JAX_SHARE * most if spec.platform == "gpu" else most
     compiled = lowered.memory_source == "compiler"
     low, high = _COMPILED if compiled else _LIFETIMES.get(spec.platform, _LIFETIMES[""])
     peak = lowered.peak_memory_bytes
     parts = program_parts(source.program, peak)
-    # Arguments are there, whatever is between them.
+    # Arguments are always held, regardless of temporaries.
     floor = min(parts["arguments"], peak)
     needed = Interval(peak, max(floor, peak * exp(low)), peak * exp(high))
     change = ""
@@ -162,7 +161,7 @@ def program_fit(case: ProgramCase, risk: float, subject: str) -> MemoryFit:
 
 
 def program_parts(program: Program, peak: float) -> dict[str, float]:
-    """Bytes of a program's arguments, of results beside them, and of what is between."""
+    """Return the bytes of a program's arguments, separate results, and temporaries."""
     entry = program.entry_computation
     arguments = float(sum(op.result_bytes for op in entry.parameters))
     taken = {parameter for _, parameter in program.aliases}
@@ -173,7 +172,7 @@ def program_parts(program: Program, peak: float) -> dict[str, float]:
 
 
 def donatable(program: Program) -> list[tuple[int, int]]:
-    """Results that could take the place of arguments of their type and do not, with these."""
+    """Return pairs of a result and an argument of its type that it could reuse but does not."""
     entry = program.entry_computation
     outputs, parameters = zip(*program.aliases, strict=True) if program.aliases else ((), ())
     donated = {*parameters, *program.donors}
@@ -189,9 +188,10 @@ def donatable(program: Program) -> list[tuple[int, int]]:
 
 
 def _donated_peak(case: ProgramCase, source: SourceProgram, peak: float) -> float:
-    """Peak if results took the place of arguments, of HLO as much less as they are large.
+    """Return the peak if results reused the memory of arguments.
 
-    Else the program is lowered again: compilers put temporaries where a result will be.
+    For HLO, the results' sizes are subtracted. Other programs are lowered again, since compilers
+    place temporaries in a result's memory.
     """
     from .program.predictor import roofline_predictor
 
@@ -215,14 +215,14 @@ def _program_change(
     room: tuple[float, float],
     risk: float,
 ) -> str:
-    """The smallest change with which a program that does not fit would.
+    """Return the smallest change that would make a program fit.
 
     Args:
-        needed: What it needs.
-        donated: What it would need with donated arguments.
-        parts: What its peak is made of.
-        room: What JAX takes by default, and all that it can have.
-        risk: Largest probability of running out that is accepted.
+        needed: Memory that it needs.
+        donated: Memory that it would need with donated arguments.
+        parts: Components of its peak.
+        room: JAX's default capacity, and the whole capacity.
+        risk: Largest accepted probability of running out of memory.
     """
     limits = [allowed(needed, own, risk) for own in room]
 
@@ -251,14 +251,14 @@ def _program_change(
 def torch_fit(
     predictor: TorchPredictor, program: object, spec: DeviceSpec, risk: float, subject: str
 ) -> MemoryFit:
-    """Find out whether a program fits as PyTorch runs it.
+    """Check whether a program fits as PyTorch runs it.
 
     Args:
-        predictor: Whose kernels.
-        program: A program of PyTorch.
+        predictor: Predictor of PyTorch programs.
+        program: A PyTorch program.
         spec: The device.
-        risk: Largest probability of running out that is accepted.
-        subject: What it is called.
+        risk: Largest accepted probability of running out of memory.
+        subject: Name of the program.
 
     Raises:
         OpcastError: The program or device is not usable, or its memory cannot be predicted.
@@ -276,7 +276,7 @@ def torch_fit(
     needed, change = memory.needed, memory.change
     held = memory.measured_as("memory")
     parts = {**{k: float(v) for k, v in memory.parts.items()}, "context": memory.context_bytes}
-    # What the allocator holds beyond what is allocated, at the same time.
+    # What the allocator reserves beyond what is allocated at the same time.
     parts["fragments"] = max(0.0, held.value - sum(parts.values()))
     limit = allowed(needed, capacity, risk)
     if needed.value > limit and not change:
@@ -290,13 +290,13 @@ def torch_fit(
 def step_fit(
     case: PlannedStep, cluster: str | Cluster, workload: Workload, risk: float, subject: str
 ) -> MemoryFit:
-    """Find out whether a training step fits the devices of a cluster.
+    """Check whether a training step fits the devices of a cluster.
 
     Args:
         case: Plan and framework.
-        cluster: Where.
+        cluster: The cluster, or its name or file.
         workload: The model.
-        risk: Largest probability of running out that is accepted.
+        risk: Largest accepted probability of running out of memory.
         subject: Name of the model.
 
     Raises:
@@ -311,7 +311,7 @@ def step_fit(
     spec, framework = usual.spec, usual.framework
     capacity = _capacity(spec)
     plan, other, why = case.taken(usual, workload)
-    # Of a plan that fits as likely as is wanted, the peak is at most this.
+    # Upper limit for the peak of a plan that fits with the accepted risk.
     unit = interval_of(usual.learned.memory, framework, 1.0)
     margin = spec.with_usable(allowed(unit, capacity, risk))
     predictor = StepPredictor(

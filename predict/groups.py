@@ -1,4 +1,4 @@
-"""Kernels of a prediction put together by source line, module, kind or pass."""
+"""Group the kernels of a prediction by source line, module, kind or pass."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import Generic, Protocol, TypeVar
 
 from ..common.errors import OpcastError
 
-#: What kernels may be put together by.
+#: Keys by which kernels can be grouped.
 KEYS = ("line", "module", "kind", "phase")
 #: Name of the group of kernels without a source line.
 NO_LINE = "(no line)"
 #: Numbers of layers, as in ``layers.0`` and ``Block_0``; not of names such as ``conv1``.
 _NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")
-#: A name that ends in a number: a layer (``enc0``) where its neighbours do the same, else a name.
+#: A name that ends in a number: a layer (``enc0``) if its siblings have the same contents.
 _NAMED = re.compile(r"(.*[A-Za-z])(\d+)")
-#: Share of what modules do inside them that is the same of repeated layers: the compiler names a
-#: fusion by one of its parts, not always the same. Engineering estimate; stages of a ResNet, which
-#: differ in their blocks, share 0.83 at most.
+#: Minimum shared fraction of the contents of repeated layers: the compiler names a fusion by one of
+#: its parts, not always the same one. Engineering estimate; stages of a ResNet, which differ in
+#: their blocks, share at most 0.83.
 _ALIKE = 0.9
 
 
 class Timed(Protocol):
-    """A kernel of XLA, or an operator of PyTorch."""
+    """An XLA kernel or a PyTorch operator."""
 
     @property
     def kind(self) -> str:
-        """Kind of kernel."""
+        """Return the kind of kernel."""
 
     @property
     def total_us(self) -> float:
-        """Microseconds over all executions."""
+        """Return the microseconds over all executions."""
 
     @property
     def source_line(self) -> str:
-        """``file:line`` in the user's program, or empty."""
+        """Return ``file:line`` in the user's program, or an empty string."""
 
     @property
     def module(self) -> str:
-        """Modules that it belongs to, joined by slashes, or empty."""
+        """Return the modules that contain it, joined by slashes, or an empty string."""
 
     @property
     def phase(self) -> str:
-        """Pass that it belongs to, or empty."""
+        """Return the pass that it belongs to, or an empty string."""
 
     @property
     def what(self) -> str:
-        """Operation as the user's code names it."""
+        """Return the operation's name in the user's code."""
 
 
 K = TypeVar("K", bound=Timed)
@@ -59,11 +59,12 @@ class Group(Generic[K]):
     """Kernels of one source line, module, kind or pass.
 
     Attributes:
-        name: The line (``file:line``), module (a star for each number, and its pass unless that is
-            the forward one), kind or pass. Where it is unknown :data:`NO_LINE`, otherwise empty.
-        total_us: Microseconds over all their executions in one run of the program.
-        share: Of the summed kernel time.
-        kernels: The costliest first.
+        name: The line (``file:line``), module (with a star for each layer number, followed by the
+            pass unless it is the forward pass), kind or pass. If unknown, :data:`NO_LINE` for
+            lines and empty otherwise.
+        total_us: Microseconds over all executions in one run of the program.
+        share: Fraction of the summed kernel time.
+        kernels: Kernels, the most expensive first.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Group(Generic[K]):
     kernels: tuple[K, ...]
 
     def shares(self, key: Callable[[K], str]) -> dict[str, float]:
-        """Share of the group's time by what ``key`` gives of a kernel, largest first."""
+        """Return the fraction of the group's time per value of ``key``, largest first."""
         sums: dict[str, float] = {}
         for k in self.kernels:
             sums[key(k)] = sums.get(key(k), 0.0) + k.total_us
@@ -81,14 +82,14 @@ class Group(Generic[K]):
 
 
 def grouped(kernels: Sequence[K], by: str) -> list[Group[K]]:
-    """Put kernels together; what takes most time comes first.
+    """Group kernels; the group with the most time comes first.
 
     Args:
         kernels: All kernels of a program.
         by: One of :data:`KEYS`.
 
     Raises:
-        OpcastError: There is no such key.
+        OpcastError: The key is unknown.
     """
     star = starring((k.module, k.what) for k in kernels)
     keys: dict[str, Callable[[K], str]] = {
@@ -98,7 +99,7 @@ def grouped(kernels: Sequence[K], by: str) -> list[Group[K]]:
         "phase": lambda k: k.phase,
     }
     if by not in keys:
-        raise OpcastError(f"kernels are not put together by {by!r}", hint="by " + ", ".join(KEYS))
+        raise OpcastError(f"kernels cannot be grouped by {by!r}", hint="by " + ", ".join(KEYS))
     found: dict[str, list[K]] = {}
     for k in sorted(kernels, key=lambda k: -k.total_us):
         found.setdefault(keys[by](k), []).append(k)
@@ -113,11 +114,11 @@ def _with_pass(module: str, phase: str) -> str:
 
 
 def starring(work: Iterable[tuple[str, str]]) -> Callable[[str], str]:
-    """Make what puts a star for the numbers of a program's layers into the name of a module.
+    """Return a function that replaces the layer numbers in a module's name by stars.
 
-    Numbers between separators (``layers.0``, ``Block_0``) are those of layers. One at the end of a
-    name is where all modules of that name beside it have the same inside: ``enc0`` and ``enc1``,
-    but neither ``conv1`` and ``conv2``, which hold no modules, nor the stages of a ResNet.
+    Numbers between separators (``layers.0``, ``Block_0``) number layers. A number at the end of a
+    name numbers layers if all sibling modules of that name have the same contents: ``enc0`` and
+    ``enc1``, but neither ``conv1`` and ``conv2``, which contain no modules, nor ResNet stages.
 
     Args:
         work: Module and operation of each of the program's kernels.

@@ -1,4 +1,4 @@
-"""Which runs narrow the interval of an answer most, by how much, and what they cost."""
+"""Measurements that narrow a prediction's interval most, with their effect and cost."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..common.interval import Interval
 from ..models.adapt.active import Errors, choose_for
 from ..models.trust.calibrator import NORMAL_90
 
-#: Seconds until a kind of run measures, such as the start of a framework and its compiler, and how
-#: often it repeats what it measures. Engineering estimates, for costs alone.
+#: Seconds before a kind of run measures, such as the start of a framework and its compiler, and its
+#: number of repetitions. Engineering estimates, used only for costs.
 START_S = {"operator": 10.0, "kernel": 60.0, "step": 300.0, "serving": 300.0}
 REPEATS = {"operator": 200, "kernel": 50, "step": 20, "serving": 1}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that may be made.
+    """A possible measurement.
 
     Attributes:
-        what: What is measured, in words.
-        command: A command to paste.
-        seconds: Predicted time of what is measured once.
-        devices: Devices that it takes.
+        what: Description of what is measured.
+        command: Shell command; empty if there is none.
+        seconds: Predicted time of one repetition.
+        devices: Number of devices used.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Run:
     devices: int = 1
 
     def hours(self, kind: str) -> float:
-        """Device hours of the run.
+        """Return the device hours of the run.
 
         Args:
             kind: One of :data:`START_S`.
@@ -45,15 +45,15 @@ class Run:
 
 @dataclass(frozen=True)
 class ChosenRun:
-    """A run worth making.
+    """A recommended measurement.
 
     Attributes:
-        what: What is measured, in words.
-        command: A command to paste.
-        lo: Lower end of the question's interval that is expected after it and those before it.
-        hi: Upper end.
-        hours: Device hours that it takes.
-        cost: In the currency of the price of a device hour, if that is given.
+        what: Description of what is measured.
+        command: Shell command; empty if there is none.
+        lo: Expected lower bound of the answer's interval after this run and those before it.
+        hi: Expected upper bound.
+        hours: Device hours.
+        cost: Cost in the currency of the price; ``None`` without a price.
     """
 
     what: str
@@ -69,10 +69,10 @@ class NextRuns:
     """The runs that narrow an interval most.
 
     Attributes:
-        asked: The interval now, in seconds.
-        runs: The most informative first.
-        then: Commands that make an answer of the measurements.
-        notes: What else has to be known.
+        asked: The present interval, in seconds.
+        runs: Runs, the most informative first.
+        then: Commands that turn the measurements into a new prediction.
+        notes: Further information for the user.
     """
 
     asked: Interval
@@ -81,7 +81,7 @@ class NextRuns:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``next_runs`` of ``--json``; ends in seconds."""
+        """Return JSON data, as under ``next_runs`` of ``--json``; bounds are in seconds."""
         return {
             "runs": [asdict(run) for run in self.runs],
             "then": list(self.then),
@@ -90,7 +90,7 @@ class NextRuns:
 
 
 def variance_of(interval: Interval) -> float:
-    """Variance of the logarithm of what a 90 % interval is of."""
+    """Return the variance of the logarithm of a quantity, given its 90 % interval."""
     return (log(interval.hi / interval.lo) / 2.0 / NORMAL_90) ** 2
 
 
@@ -106,19 +106,19 @@ def next_runs(
     then: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> NextRuns:
-    """Choose runs for a question; with a price, by what they narrow for their cost.
+    """Choose runs that narrow an interval most, or most for their cost if a price is given.
 
     Args:
-        asked: Answer to the question.
+        asked: The present prediction.
         runs: Candidates.
-        errors: Variants of what is known of their errors and, last, of the question's.
+        errors: Variants of the joint errors of the candidates and, last, of the prediction.
         count: Number of runs to choose.
         kind: One of :data:`START_S`.
-        price: Of a device for an hour.
-        stays: Variance of the answer's logarithm that no run removes; by default the noise of
-            measurements, and all else is what runs may tell.
-        then: Commands that make an answer of the measurements.
-        notes: What else has to be known.
+        price: Price of a device hour.
+        stays: Variance of the answer's logarithm that no run removes; by default the measurement
+            noise.
+        then: Commands that turn the measurements into a new prediction.
+        notes: Further information for the user.
     """
     before = variance_of(asked)
     if stays is None:

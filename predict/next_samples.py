@@ -1,4 +1,4 @@
-"""Which samples narrow an interval: operators for one of them, kernels for a program."""
+"""Choose operators or kernels to measure so that a prediction's interval narrows most."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .operator.predict import asked_operator
 from .program.prediction import origin
 from .program.predictor import Predictor, ProgramCase
 
-#: PyTorch's names of formats, by those of tables.
+#: PyTorch names of the formats used in tables.
 _TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-#: Shapes of the operands of products, and what multiplies them.
+#: Operand shapes of products, and the PyTorch expression that computes them.
 _PRODUCTS = {
     "linear": ("m k", "n k", "torch.nn.functional.linear(a, b)"),
     "bmm": ("b m k", "b k n", "a @ b"),
@@ -33,12 +33,12 @@ _PRODUCTS = {
 
 
 def next_operators(case: OperatorCase, count: int, price: float | None = None) -> NextRuns:
-    """Choose operators to measure on the device, the one that is asked about among them.
+    """Choose operators to measure on the device, including the requested one.
 
     Args:
-        case: The operator on a device.
+        case: The operator and device.
         count: Number of operators.
-        price: Of a device for an hour; with one, by what they narrow for their cost.
+        price: Price of a device hour; if given, gains are weighed against costs.
 
     Raises:
         OpcastError: As for :func:`~opcast.predict.operator.predict.predict_op`.
@@ -49,12 +49,12 @@ def next_operators(case: OperatorCase, count: int, price: float | None = None) -
     prediction, members = model.with_members(OpRows.of(asked), specs)
     named = typical_member(members, float(prediction.latency[0]))
     others = other_sizes({**row, **named}, FAMILIES[model.family], spec.name)
-    # The question is a candidate, too, and stands once more at the end.
+    # The requested operator is a candidate, too, and is appended once more as the target.
     asked = asked.assign(**named)
     rows = pd.concat([asked, others, asked], ignore_index=True)
     rows = pd.concat([rows.iloc[:-1].drop_duplicates(), rows.iloc[-1:]], ignore_index=True)
     features = model.features(rows, specs)
-    # What the device has no room for cannot be measured there; the question stands at the end.
+    # Operators that exceed the device's memory cannot be measured; the target stays at the end.
     held = features.moved <= (spec.usable_bytes or np.inf)
     held[-1] = True
     asked_about = Interval(
@@ -89,7 +89,7 @@ def next_operators(case: OperatorCase, count: int, price: float | None = None) -
 
 
 def _text(asked: str, row: Mapping[object, object], named: Mapping[str, str]) -> str:
-    """An operator in other sizes than the one asked about, as ``--op`` takes it."""
+    """Return an operator of other sizes than the requested one, as text for ``--op``."""
     head, *pairs = asked.split()
     names = [pair.partition("=")[0] for pair in pairs]
     own = [*names, *(name for name, value in named.items() if value and name not in names)]
@@ -97,7 +97,7 @@ def _text(asked: str, row: Mapping[object, object], named: Mapping[str, str]) ->
 
 
 def _command(row: Mapping[object, object]) -> str:
-    """How PyTorch times a product; empty for other operators, which each library names its way."""
+    """Return a PyTorch command that times a product; empty for other operators."""
     dtype = _TORCH.get(str(row["dtype"]))
     if row["family"] not in _PRODUCTS or dtype is None:
         return ""
@@ -114,13 +114,13 @@ def _command(row: Mapping[object, object]) -> str:
 def next_kernels(
     predictor: Predictor, case: ProgramCase, count: int, price: float | None = None
 ) -> NextRuns:
-    """Choose kernels of a program to measure, by themselves or in any program that has them.
+    """Choose kernels of a program to measure, in isolation or within any program.
 
     Args:
-        predictor: Predicts the program.
-        case: The program on a device.
+        predictor: Predictor of the program.
+        case: The program and device.
         count: Number of kernels; equal ones count once.
-        price: Of a device for an hour; with one, by what they narrow for their cost.
+        price: Price of a device hour; if given, gains are weighed against costs.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -136,12 +136,12 @@ def next_kernels(
     sites = kernel_sites(kernel_table(kernels, device), device)
     known = predictor.model_for(device).corrections.get(device.name)
     measured = known.correction.sites if known else None
-    # As opcast calibrate --budget: the parameters are cautious already, so there are no variants.
+    # As in opcast calibrate --budget: the parameters are already cautious, so no variants.
     left = RemainingVariance.of(sites, prior_params(), share, measured)
     errors = _with_sum(Errors(left.posterior, left.noise), share)
     ends = (prediction.latency_us, prediction.lo_us, prediction.hi_us)
     asked = Interval(*(us * 1e-6 for us in ends))
-    # What is each kernel's own averages out over a program.
+    # Errors specific to each kernel average out over a program.
     stays = left.noise * float((share**2).sum())
     told = max(variance_of(asked) - stays, 0.0)
     runs = [
@@ -166,6 +166,6 @@ def next_kernels(
 
 
 def _with_sum(errors: Errors, share: np.ndarray) -> Errors:
-    """Errors of kernels, and last that of their sum, to which each adds by its share."""
+    """Append the error of the sum of kernels, weighted by their shares of the time."""
     joint = np.vstack([np.eye(len(share)), share])
     return Errors(joint @ errors.covariance @ joint.T, errors.noise)

@@ -1,9 +1,9 @@
-"""Thousands of candidates at once: how long each takes, and which are worth measuring.
+"""Predict thousands of candidates at once and select those worth measuring.
 
-A candidate is a mapping, as a line of JSON has it: an operator of a library (``op`` with sizes), a
+A candidate is a mapping, such as a line of JSON: an operator of a library (``op`` with sizes), a
 kernel with a tile configuration (``op``, ``implementation``, ``args``, ``config``), or a training
-step under a plan (``workload``, ``cluster``, ``plan``). Those of one ``group`` compete: each gets
-the probability that it is the fastest, or within :data:`CLOSE` of it.
+step under a plan (``workload``, ``cluster``, ``plan``). Candidates of one ``group`` compete: each
+gets the probability that it is the fastest, or within :data:`CLOSE` of it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from ..simulate.step.workload import Workload
     from .cluster.step import StepPredictor
 
-#: Answers for candidates of one kind.
+#: Function that predicts the candidates of one kind.
 Answering = Callable[[Sequence[JsonObject]], "Sequence[Screened | OpcastError]"]
-#: Share by which a candidate may be slower than the fastest and still count as one of them.
+#: Fraction by which a candidate may be slower than the fastest and still count as fastest.
 CLOSE = 0.05
-#: Draws of the errors; the standard error of a probability of 5 % is 0.7 %.
+#: Number of error samples; the standard error of a probability of 5 % is 0.7 %.
 _DRAWS = 1000
-#: Least probability on a device of which nothing like it was measured. With each device of the
-#: table of tiles left out, 13 % of the candidates whose probability comes out below 5 % are among
-#: the fastest (tests/predict/test_screen.py): there the order tells too little to discard any.
+#: Minimum probability on a device without similar measurements. With each device of the table of
+#: tiles left out, 13 % of the candidates whose probability comes out below 5 % are among the
+#: fastest (tests/predict/test_screen.py): there the order is too uncertain to discard any.
 LEAST_UNSEEN = 0.2
-#: Scopes of estimates that rest on measurements of the device, or of one like it.
+#: Scopes of estimates based on measurements of the device or of a similar one.
 _KNOWN = ("known", "sibling", "calibrated")
-#: What is known of steps, in these words.
+#: Scope that corresponds to each tier of a training step's prediction.
 _OF_TIERS = {"cluster": "known", "framework": "known", "architecture": "sibling", "new": "unseen"}
 
 
@@ -51,12 +51,12 @@ class Screened:
 
     Attributes:
         latency_us: Estimate.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end.
-        scope: What the estimate rests on: ``known``, ``sibling``, ``calibrated`` or ``unseen``.
-        chance: Probability to be among the fastest of its group; ``None`` where it has none.
-        fits: Whether a plan fits the memory of its devices; ``None`` of what is no plan.
-        reason: What does not fit, and the smallest change that would.
+        lo_us: Lower bound of the 90 % interval.
+        hi_us: Upper bound.
+        scope: Basis of the estimate: ``known``, ``sibling``, ``calibrated`` or ``unseen``.
+        chance: Probability of being among the fastest of its group; ``None`` without a group.
+        fits: Whether a plan fits the memory of its devices; ``None`` for other candidates.
+        reason: What does not fit, and the smallest change that would make it fit.
     """
 
     latency_us: float
@@ -71,16 +71,19 @@ class Screened:
 def chances(
     latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, groups: Sequence[Hashable]
 ) -> np.ndarray:
-    """How likely each candidate is within :data:`CLOSE` of the fastest of its group, ``(n,)``.
+    """Return each candidate's probability of being within :data:`CLOSE` of its group's fastest.
 
-    Errors are taken as log-normal on each side and as independent: errors in common do not change
-    an order, so that less is discarded than could be.
+    Errors are log-normal on each side and independent. Common errors, which do not change an order,
+    are thus counted as well, so fewer candidates are discarded than possible.
 
     Args:
         latency: Estimates, shape ``(n,)``.
-        lo: Lower ends of their 90 % intervals.
-        hi: Upper ends.
-        groups: Which candidates compete.
+        lo: Lower bounds of their 90 % intervals.
+        hi: Upper bounds.
+        groups: Group of each candidate; candidates of a group compete.
+
+    Returns:
+        Probabilities, shape ``(n,)``.
     """
     _, own = np.unique([str(group) for group in groups], return_inverse=True)
     order = np.argsort(own, kind="stable")
@@ -100,15 +103,15 @@ def chances(
 
 
 def screen(candidates: Sequence[JsonMapping], device: str = "") -> list[Screened | OpcastError]:
-    """Predict candidates, and how likely each is among the fastest of its group.
+    """Predict candidates and their probabilities of being among the fastest of their groups.
 
     Args:
-        candidates: As the module describes. Kernels with tiles and plans without a ``group``
-            compete with those of the same problem; other operators without one with none.
-        device: Device of candidates that name none.
+        candidates: Candidates as described in the module's docstring. Without a ``group``, kernels
+            with tiles and plans compete with those of the same problem, other operators with none.
+        device: Device of candidates that do not name one.
 
     Returns:
-        For each its answer, or what is wrong with it. Plans that do not fit compete with none.
+        For each candidate its answer or error. Plans that do not fit do not compete.
     """
     found: list[Screened | OpcastError] = [ProgramError("not answered")] * len(candidates)
     groups: dict[int, Hashable] = {}
@@ -148,16 +151,16 @@ def screen(candidates: Sequence[JsonMapping], device: str = "") -> list[Screened
 def answer_lines(
     lines: Iterable[str], device: str = "", least: float = 0.05
 ) -> Iterator[list[JsonObject]]:
-    """Answer lines of JSON, in their order; an empty line ends a batch, whose candidates compete.
+    """Answer lines of JSON in order; an empty line ends a batch, within which candidates compete.
 
     Args:
-        lines: An object each.
-        device: Device of candidates that name none.
-        least: Least probability to be among the fastest that is worth a measurement.
+        lines: One JSON object per line.
+        device: Device of candidates that do not name one.
+        least: Minimum probability of being among the fastest that is worth a measurement.
 
     Yields:
-        For each batch the keys of :class:`Screened` of each candidate, its ``id`` if it has one,
-        and ``measure``, where it competes with others or does not fit; or ``error``.
+        Per batch, for each candidate: the fields of :class:`Screened`, its ``id`` if given, and
+        ``measure`` if it competes with others or does not fit; or ``error``.
     """
     batch: list[JsonObject] = []
     for line in chain(lines, [""]):
@@ -207,7 +210,7 @@ def _given(candidate: JsonMapping, device: str) -> JsonObject:
 
 
 def _unknown(candidate: JsonMapping, kind: Answering) -> ProgramError | None:
-    """What is wrong with the keys of a candidate: a misspelt one would silently be its default."""
+    """Return the error for an unknown key of a candidate; ignoring it would hide a misspelling."""
     own = (*_NEEDED[kind], *_OPTIONAL[kind], *_OF_ALL)
     for key in candidate:
         if key not in own:
@@ -225,9 +228,9 @@ def _lacking(own: JsonMapping, kind: Answering) -> ProgramError | None:
 
 
 def _problem(kind: Answering, own: JsonObject) -> Hashable:
-    """What a candidate solves, however it is written; equal problems compete.
+    """Return the problem that a candidate solves, independent of notation; equal problems compete.
 
-    A fault of the candidate is told by its answer.
+    Returns an empty string for a faulty candidate, whose answer reports the error.
     """
     from ..features.devices.catalogue import find_device
     from ..simulate.clusters.catalogue import find_cluster
@@ -243,7 +246,7 @@ def _problem(kind: Answering, own: JsonObject) -> Hashable:
 
 
 def _workload(own: JsonMapping) -> Workload:
-    """The model and batch of a plan, with what it leaves to defaults."""
+    """Return the model and batch of a plan, with defaults filled in."""
     return _read_workload(str(own["workload"]), str(own.get("set", "")))
 
 
@@ -256,7 +259,7 @@ def _read_workload(name: str, settings: str) -> Workload:
 
 
 def _each(kind: Answering, asked: Sequence[JsonObject]) -> list[Screened | OpcastError]:
-    """Answers of one kind: all at once, or by halves where one of them is at fault."""
+    """Answer candidates of one kind all at once, or by halves if one of them is faulty."""
     try:
         return list(kind(asked))
     except OpcastError as error:
@@ -265,7 +268,7 @@ def _each(kind: Answering, asked: Sequence[JsonObject]) -> list[Screened | Opcas
         wrong = ProgramError(f"not as described: {type(error).__name__}: {error}")
     if len(asked) == 1:
         return [wrong]
-    # Halves, so that few faulty ones among thousands cost little.
+    # Bisection, so that a few faulty ones among thousands cost little.
     middle = len(asked) // 2
     return [*_each(kind, asked[:middle]), *_each(kind, asked[middle:])]
 
@@ -273,7 +276,7 @@ def _each(kind: Answering, asked: Sequence[JsonObject]) -> list[Screened | Opcas
 def _rows(
     latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, scope: Sequence[str]
 ) -> list[Screened]:
-    """Answers of times in seconds."""
+    """Return answers from times in seconds."""
     times = (each.tolist() for each in latency_fields(latency, lo, hi).values())
     return [
         Screened(middle, low, high, str(kind))
@@ -294,7 +297,7 @@ def _operators(asked: Sequence[JsonObject]) -> list[Screened]:
         rows.append({**parse_op(str(own["op"]), vendor), "device": spec.name})
     keys = sorted({str(row["key"]) for row in rows})
     model = read_operators(find_model(OPERATOR_MODEL), keys)
-    # A device of the model keeps its own description.
+    # A device of the model keeps the model's description.
     model.described.update((s.name, s) for s in specs.values() if s.name not in model.devices)
     said = model.predict(pd.DataFrame(rows))
     return _rows(said.latency, said.lo, said.hi, said.scope.tolist())
@@ -319,7 +322,7 @@ def _tiles(asked: Sequence[JsonObject]) -> list[Screened]:
 def _plans(asked: Sequence[JsonObject]) -> list[Screened | OpcastError]:
     found: list[Screened | OpcastError] = []
     for own in asked:
-        # One by one: unlike the others they are not priced together.
+        # Individually, since steps are not priced in batches.
         try:
             found.append(_plan(own))
         except OpcastError as error:
@@ -343,23 +346,23 @@ def _plan(own: JsonObject) -> Screened:
     return Screened(middle, low, high, scope, fits=said.fit.fits, reason=said.fit.reason())
 
 
-#: What a candidate of each kind cannot do without.
+#: Required keys of each kind of candidate.
 _NEEDED: dict[Answering, tuple[str, ...]] = {
     _operators: ("op", "device"),
     _tiles: ("op", "implementation", "args", "device"),
     _plans: ("workload", "cluster"),
 }
-#: What it may have besides.
+#: Optional keys of each kind.
 _OPTIONAL: dict[Answering, tuple[str, ...]] = {
     _operators: (),
     _tiles: ("config", *SIZES, *FLAGS),
     _plans: ("plan", "set", "framework"),
 }
-#: What every candidate may have.
+#: Optional keys of every kind.
 _OF_ALL = ("device", "group", "id")
-#: Keys whose values are text, of every kind.
+#: Keys whose values are text.
 _TEXTS = ("op", "implementation", "workload", "cluster", "framework", "device")
-#: What a candidate of each kind is called.
+#: Name of each kind in messages.
 _NAMED: dict[Answering, str] = {
     _operators: "an operator",
     _tiles: "a kernel with tiles",
