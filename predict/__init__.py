@@ -1,9 +1,9 @@
-"""Predictions: program, device and model in; latency with an interval and an explanation out.
+"""Predictions: from a program, device and model to a latency with an interval and an explanation.
 
 ``api.py`` and ``program/predictor.py`` are the public entries (``opcast.predict``,
 ``opcast.load``), ``cluster/`` predicts steps and partitioned programs, ``operator/`` single library
 operators, ``published/`` published tables and op graphs. ``render/``, ``page/`` and ``export/``
-turn predictions into text, HTML and files.
+convert predictions to text, HTML and files.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 
 class _CallableModule(ModuleType):
-    """This package, which is also the function ``opcast.predict(program, …)``.
+    """This package, which is also callable as ``opcast.predict(program, …)``.
 
-    Importing anything below it binds its name in ``opcast``, which would hide a function there.
+    Importing a submodule binds the package's name in ``opcast``, which would replace a function.
     """
 
     def __call__(self, program: object, *args: object, **options: Any) -> object:

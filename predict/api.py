@@ -1,4 +1,4 @@
-"""What ``opcast.predict`` and ``opcast.save`` do: one call from a function to an answer or file."""
+"""``opcast.predict`` and ``opcast.save``: from a function to a prediction or a file in one call."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from .operator.torch_price import TorchPrediction
     from .program.predictor import Prediction, Predictor
 
-#: Several devices, of which a table is made.
+#: Several devices, for a table of predictions.
 Devices: TypeAlias = list[str] | tuple[str, ...]
 #: Suffixes of files that :func:`save` writes as text.
 _TEXT = (".mlir", ".txt")
 
 
 def torch_on_cluster(where: str = "") -> ProgramError:
-    """Why a program of PyTorch is none for a cluster, and what to do."""
+    """Return the error for a PyTorch program on a cluster."""
     return ProgramError(
-        "a program of PyTorch is for one device, and a cluster was given",
+        "a program of PyTorch is for one device, but a cluster was given",
         where=where,
         hint="opcast simulate --hf config.json --cluster … predicts steps of whole models on "
         "clusters",
@@ -134,36 +134,37 @@ def predict(
         program: A function, jitted or not, followed by its example arguments; or a path, text or
             bytes of StableHLO or HLO, or an exported, lowered or compiled JAX function; or a
             PyTorch module followed by its inputs, a ``torch.export.ExportedProgram`` or a ``.pt2``
-            file, which is predicted as XLA would run it.
+            file, which is predicted as run by XLA.
         args: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``; tensors of a
             module.
         device: Name (``opcast device --list``), path of a device file, or description; ``local``
-            by default, which is this machine as ``opcast device --save`` measured it. A list of
-            names and files makes a table, of a PyTorch module also with ``batch``, a list of
-            numbers of samples: inputs whose first size is that of the first tensor get each.
+            by default, which is this machine as measured by ``opcast device --save``. A list of
+            names and files returns a table; for a PyTorch module, ``batch`` may then list batch
+            sizes, which replace the first size of all inputs that share that of the first tensor.
         cluster: Instead of a device: name (``opcast cluster --list``), path of a YAML file, or
             description.
         model: Name or folder of the model; it is loaded once.
         lowering: ``auto``, ``xla``, ``fused`` or ``op``.
-        trip_counts: Trips of loops whose count cannot be found.
-        strict: Raise instead of falling back to the roofline for a kernel or operator; devices
+        trip_counts: Trip counts of loops whose count cannot be determined.
+        strict: Raise an error instead of using the roofline for a kernel or operator; devices
             only.
-        fallback: Lowering to take where the device's compiler is missing or fails.
+        fallback: Lowering to use if the device's compiler is missing or fails.
         settings: Limits and options of that compiler.
-        train: Of a PyTorch program: a full training step (forward, loss, backward, update) by this
-            optimiser, ``adamw``, ``adam``, ``sgd`` or ``momentum``; other functions get it as
-            their own keyword argument.
+        train: For a PyTorch program: predict a full training step (forward, loss, backward, update)
+            with this optimiser, ``adamw``, ``adam``, ``sgd`` or ``momentum``; other functions
+            receive it as a keyword argument.
         loss: With ``train``: ``cross_entropy``, ``sum``, or a function of the module's outputs
-            written in PyTorch; by default the module returns its loss. Other functions get it.
-        framework: Of a PyTorch program: ``xla``, or ``torch-eager`` or ``torch-compiled`` for the
+            written in PyTorch; by default the module returns its loss. Other functions receive it
+            as a keyword argument.
+        framework: For a PyTorch program: ``xla``, or ``torch-eager`` or ``torch-compiled`` for the
             kernels that PyTorch itself launches.
         kwargs: Keyword arguments of a function.
 
     Returns:
-        For a device its ``Prediction``, for a cluster a ``PartitionedPrediction``, for a framework
-        of PyTorch a ``TorchPrediction``; all have ``latency_us``, ``lo_us`` and ``hi_us``. For
-        several devices a table of them, in the order asked: ``batch`` (if given), ``device``,
-        those figures, memory, energy, ``notes``, and ``error`` where there is no prediction.
+        A ``Prediction`` for a device, a ``PartitionedPrediction`` for a cluster, a
+        ``TorchPrediction`` for a framework of PyTorch; all have ``latency_us``, ``lo_us`` and
+        ``hi_us``. For several devices a table in the given order, with the columns ``batch`` (if
+        given), ``device``, those times, memory, energy, ``notes``, and ``error`` for failures.
 
     Raises:
         OpcastError: The program, device, cluster or lowering is not usable.
@@ -218,10 +219,10 @@ def predict(
 def _batches(
     program: object, args: tuple[object, ...], device: object, kwargs: dict[str, object]
 ) -> list[int] | tuple[int, ...] | None:
-    """Take the numbers of samples that are asked about out of the keyword arguments.
+    """Remove the list of batch sizes from the keyword arguments and return it.
 
     Raises:
-        ProgramError: One is no number, or they are asked about on a single device.
+        ProgramError: A batch size is not an integer, or only one device is given.
     """
     from ..features.ir.torch.program import as_torch_program
 
@@ -238,7 +239,7 @@ def _batches(
 
 
 def _require_measured(device: str | Path | DeviceSpec | None) -> None:
-    """Refuse to take another machine of the same name for this one.
+    """Check that this machine was measured if it is the device.
 
     Raises:
         DeviceError: The device is this machine, and it was never measured.
@@ -260,7 +261,7 @@ def _torch_program(
     train: object,
     loss: object,
 ) -> TorchProgram | None:
-    """A program of PyTorch, if it is one.
+    """Return the program as a PyTorch program, or ``None`` if it is another program.
 
     Raises:
         ProgramError: The optimiser or loss is unknown.
@@ -292,10 +293,10 @@ def _refuse_compiler_options(
 
 
 def _call(program: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """A program, or a function with its arguments.
+    """Return a program, or a function with its arguments.
 
     Raises:
-        ProgramError: What was given arguments is no function.
+        ProgramError: Arguments were given, but the program is not a function.
     """
     from ..features.ir.jax_function import FunctionCall
     from ..features.ir.reader import check_arguments
@@ -307,7 +308,7 @@ def _call(program: object, args: tuple[object, ...], kwargs: dict[str, object]) 
 
 
 def loaded(model: str | Path) -> Predictor:
-    """Load a model for programs; again only if its folder was written since."""
+    """Load a model for programs; it is read again only if its folder has changed."""
     from .locate import model_stamp
 
     return _load(model, model_stamp(model))
@@ -329,21 +330,21 @@ def save(
 ) -> Path:
     """Write a function as StableHLO that ``opcast predict`` reads, lowered for a device's platform.
 
-    Donated arguments and source lines are kept; the file names the platform it is for. Optimiser
-    states and any other trees of arguments are fine, unlike with ``jax.export``'s ``serialize``.
+    Donated arguments and source lines are kept; the file names its platform. Unlike with
+    ``serialize`` of ``jax.export``, arguments may be any trees, such as optimiser states.
 
     Args:
         function: A function, jitted or not, or a PyTorch module.
         args: Its example arguments: arrays or ``jax.ShapeDtypeStruct``.
         path: File to write: text if it ends in ``.mlir`` or ``.txt``, else bytecode.
-        device: What it is for: name, path of a device file, or description.
+        device: Target device: name, path of a device file, or description.
         kwargs: Keyword arguments of the function.
 
     Returns:
         The path.
 
     Raises:
-        ProgramError: The function cannot be lowered, or the program is a file already.
+        ProgramError: The function cannot be lowered, or the program is already a file.
         DeviceError: The device is unknown.
     """
     from ..features.ir.platforms import platform_here, platform_of
@@ -351,10 +352,10 @@ def save(
 
     if isinstance(function, str | Path | bytes):
         raise ProgramError(
-            "only a function can be saved; this is a file or its content already",
+            "only a function can be saved; this is already a file or its content",
             hint="opcast.save(function, *arguments, path=…, device=…)",
         )
-    # Of a machine that was never measured, its platform is known all the same.
+    # The platform of this machine is known even if it was never measured.
     unmeasured = device == "local" and not is_known("local", {})
     platform = platform_here() if unmeasured else platform_of(resolve_device(device, {}))
     write_program(_call(function, args, kwargs), Path(path), platform)
@@ -362,12 +363,12 @@ def save(
 
 
 def write_program(program: object, path: Path, platform: Platform) -> str:
-    """Write a program as StableHLO that names its platform; returns how it was converted, if so.
+    """Write a program as StableHLO that names its platform; returns a note on conversions.
 
     Args:
         program: A function, or one with its arguments.
         path: File to write: text if it ends in ``.mlir`` or ``.txt``, else bytecode.
-        platform: What a function is lowered for.
+        platform: Platform for which a function is lowered.
 
     Raises:
         ProgramError: The function cannot be lowered.

@@ -1,4 +1,4 @@
-"""What an architect asks of a chip: which rates matter, and what a design gains over its base."""
+"""Explore chip designs: elasticities of times with respect to rates, and designs against a base."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..features.devices.device import DeviceSpec, MemoryLevel
 from ..features.devices.sheet import MODELLED, sheet_of
 from ..models.trust.designs import drift
 
-#: Half of the relative step of a derivative, and the factor either way over which its interval
-#: reaches: libraries reach so much less, or more, of a rate than they are taken to.
+#: Half of the relative step of a derivative, and the factor in both directions over which its
+#: interval extends, for the uncertainty of the fraction of a rate that libraries reach.
 STEP, REACH = 0.01, 1.5
-#: Name of a device of which figures are changed, and of its file.
+#: Name of a modified device and of its file.
 CHANGED = "what-if"
-#: A device with one of its rates multiplied.
+#: Function that multiplies one of a device's rates by a factor.
 Scale = Callable[[DeviceSpec, float], DeviceSpec]
 
 
@@ -32,8 +32,8 @@ def _level(place: int) -> Scale:
     return scale
 
 
-#: The rates that kernels run at, all types of a unit together. The clock is that of what counts
-#: cycles, at the same rates of the units.
+#: Rates that determine kernel times; all types of a unit change together. The clock affects what
+#: is counted in cycles; the rates of the units are held.
 RATES: dict[str, Scale] = {
     "peak_tflops": lambda d, f: replace(d, peak_flops=_times(d.peak_flops, f)),
     "vector_tflops": lambda d, f: replace(d, vector_flops=_times(d.vector_flops, f)),
@@ -49,23 +49,23 @@ class Timed(Protocol):
 
     @property
     def latency_us(self) -> float:
-        """Predicted time in microseconds."""
+        """Return the predicted time in microseconds."""
         ...
 
 
-#: Predicts one subject on a device.
+#: Function that predicts one subject on a device.
 Price = Callable[[DeviceSpec], Timed]
 
 
 @dataclass(frozen=True)
 class Elasticity:
-    """By how many per cent the time changes for one per cent more of a rate.
+    """Percentage change of a time per percent increase of a rate.
 
     Attributes:
         rate: Key of the device file.
         value: d log time / d log rate.
-        lo: The most negative between rates :data:`REACH` times lower and higher.
-        hi: The least negative.
+        lo: The most negative value between rates :data:`REACH` times lower and higher.
+        hi: The least negative value.
     """
 
     rate: str
@@ -81,8 +81,8 @@ class Sensitivity:
     Attributes:
         subject: The program or operator.
         device: Name of the device.
-        latency_us: Predicted there.
-        elasticities: Of each rate of the device, the most negative first.
+        latency_us: Predicted time on it.
+        elasticities: Elasticities of the device's rates, the most negative first.
     """
 
     subject: str
@@ -91,17 +91,17 @@ class Sensitivity:
     elasticities: tuple[Elasticity, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Return JSON data."""
         return asdict(self)
 
 
 def sensitivity(price: Price, device: DeviceSpec, subject: str) -> Sensitivity:
-    """Find the elasticities of a time with respect to each rate of a device.
+    """Compute the elasticities of a time with respect to each rate of a device.
 
     Args:
-        price: What predicts the time.
-        device: The device, which is varied as a design of itself.
-        subject: What is predicted, in words.
+        price: Function that predicts the time.
+        device: The device, which is varied as a design based on itself.
+        subject: Description of what is predicted.
     """
     start = device
     if not base_of(device) and in_catalogue(device.name):
@@ -120,17 +120,17 @@ def sensitivity(price: Price, device: DeviceSpec, subject: str) -> Sensitivity:
 
 @dataclass(frozen=True)
 class Compared:
-    """A design beside its base.
+    """A design compared with its base.
 
     Attributes:
         device: Name of the design.
-        figures: Values of the file's ranges.
-        latency_us: Predicted.
-        ratio: Time over the base's.
-        ratio_lo: Lower end of the ratio's 90 % interval, in which errors that both share cancel.
-        ratio_hi: Upper end.
-        energy_j: Joules, where they are predicted.
-        modelled: Area and price, where the file declares models of them.
+        figures: Values of the ranges in the file.
+        latency_us: Predicted time.
+        ratio: Time relative to the base.
+        ratio_lo: Lower bound of the ratio's 90 % interval, in which common errors cancel.
+        ratio_hi: Upper bound.
+        energy_j: Energy in joules, if predicted.
+        modelled: Area and price, if the file declares models of them.
         efficient: Whether no other design is as good in all of these and better in one.
     """
 
@@ -146,19 +146,19 @@ class Compared:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """Time and what else is to be small, in one order for all designs of a file."""
+        """Return the quantities to minimise, in the same order for all designs of a file."""
         energy = () if self.energy_j is None else (self.energy_j,)
         return (self.latency_us, *energy, *self.modelled.values())
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Designs of a file beside their base, which comes first.
+    """Designs of a file compared with their base.
 
     Attributes:
         subject: The program or operator.
         base: Name of the base.
-        designs: The base and the designs.
+        designs: The base, followed by the designs.
     """
 
     subject: str
@@ -166,20 +166,20 @@ class Comparison:
     designs: tuple[Compared, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Return JSON data."""
         return asdict(self)
 
 
 def compare_designs(
     price: Price, base: DeviceSpec, designs: Sequence[Design], subject: str
 ) -> Comparison:
-    """Compare designs with their base, and find those that no other one beats.
+    """Compare designs with their base and find those on the Pareto front.
 
     Args:
-        price: What predicts the time of the subject.
-        base: The base, with what the file's models say of it.
+        price: Function that predicts the time of the subject.
+        base: The base, including values from the file's models.
         designs: Designs of one file.
-        subject: What is predicted, in words.
+        subject: Description of what is predicted.
     """
     rows: list[Compared] = []
     first = price(base).latency_us
@@ -202,7 +202,7 @@ def compare_designs(
         )
     known = all(row.energy_j is not None for row in rows)
     costs = np.array([r.costs if known else replace(r, energy_j=None).costs for r in rows])
-    # Of equal designs both stay.
+    # Equal designs are all kept.
     no_worse = (costs[:, None] <= costs[None]).all(axis=2)
     better = (costs[:, None] < costs[None]).any(axis=2)
     beaten = np.flatnonzero((no_worse & better).any(axis=0)).tolist()
@@ -218,7 +218,7 @@ def _times(rates: dict[str, float], factor: float) -> dict[str, float]:
 
 
 def rates_of(device: DeviceSpec) -> dict[str, Scale]:
-    """Return the rates that a device has: one without a cache has none of it."""
+    """Return the rates that a device has; a device without a cache has no cache bandwidth."""
     lacking = {
         "boost_mhz": not device.clock_hz,
         "l2_bandwidth_gbps": len(device.levels) < 2,
@@ -228,11 +228,11 @@ def rates_of(device: DeviceSpec) -> dict[str, Scale]:
 
 
 def changed_device(base: str, figures: Mapping[str, float]) -> DeviceSpec:
-    """Make the device of a file that changes figures of a device of the catalogue.
+    """Return a device of the catalogue with some figures changed.
 
     Args:
-        base: Its name.
-        figures: By the keys of a device file, in its units, such as ``hbm_bandwidth_gbps``.
+        base: Name of the catalogue's device.
+        figures: Figures by keys of a device file, in its units, such as ``hbm_bandwidth_gbps``.
 
     Raises:
         DeviceError: A key is unknown, or a figure is wrong.

@@ -1,4 +1,4 @@
-"""opcast inside other programs: one latency, and the predicted time of functions and modules."""
+"""Use opcast in other programs: single latencies, and predictions of called functions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Latency(InSeconds):
 
     Attributes:
         latency_us: Estimate.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end.
+        lo_us: Lower bound of the 90 % interval.
+        hi_us: Upper bound.
         device: Name of the device.
-        in_domain: Whether the model was trained on similar ones.
+        in_domain: Whether the model was trained on similar operators or kernels.
     """
 
     latency_us: float
@@ -39,8 +39,8 @@ class Latency(InSeconds):
     in_domain: bool
 
 
-#: Answers that :func:`latency` remembers; a full memory is emptied. It bounds the memory of long
-#: runs: with names and stamps an answer takes about 1.5 kB. Engineering estimate.
+#: Maximum number of answers cached by :func:`latency`; a full cache is emptied. It bounds memory in
+#: long runs: with names and stamps an answer takes about 1.5 kB. Engineering estimate.
 ANSWERS = 20_000
 _answers: dict[tuple[object, ...], Latency] = {}
 
@@ -52,13 +52,13 @@ class BudgetExceeded(OpcastError):
 def latency(
     what: str | Kernel, device: str | Path | DeviceSpec, *, model: str | Path = "default"
 ) -> Latency:
-    """Predict one operator of a library, or one kernel of a lowered program.
+    """Predict an operator of a library, or a kernel of a lowered program.
 
-    May be called from several threads. What was loaded stays loaded, and answers are remembered
-    for as long as the model's folder and the device's file are the same.
+    Thread-safe. Models stay loaded, and answers are cached until the model's folder or the device's
+    file changes.
 
     Args:
-        what: An operator, such as ``linear m=4096 n=4096 k=4096 dtype=bf16``, or a kernel of
+        what: An operator, such as ``linear m=4096 n=4096 k=4096 dtype=bf16``, or a kernel from
             ``opcast.lower``.
         device: Name, path of a device file, or description; operators need a name or a file.
         model: Name or folder of the model.
@@ -66,20 +66,20 @@ def latency(
     Raises:
         ProgramError: The text does not describe an operator.
         DeviceError: The device is unknown.
-        ModelError: There is no such model, or it does not know the operator.
+        ModelError: The model does not exist or does not know the operator.
     """
     from .devices import device_stamp
     from .locate import OPERATOR_MODEL, model_stamp
 
-    # Written out, a description is told from others by its figures, whatever object holds them.
+    # Descriptions are identified by their figures, not by object identity.
     place = repr(device) if not isinstance(device, str | Path) else str(device)
     stamp = device_stamp(device) if isinstance(device, str | Path) else ()
-    # The default is another model for operators than for kernels.
+    # The default model differs between operators and kernels.
     default = str(model) == "default" and isinstance(what, str)
     own = model_stamp(OPERATOR_MODEL if default else model)
     ask = (True, what) if isinstance(what, str) else (False, what.hash)
     key = (*ask, place, stamp, str(model), own)
-    # Look-ups are atomic; threads that miss at once find the same.
+    # Look-ups are atomic; threads that miss simultaneously compute the same answer.
     found = _answers.get(key)
     if found is None:
         found = _latency(what, device, model)
@@ -116,13 +116,13 @@ def _latency(what: str | Kernel, device: str | Path | DeviceSpec, model: str | P
 
 @dataclass(repr=False)
 class Budget:
-    """What :func:`budget` saw.
+    """Predictions collected by :func:`budget`.
 
     Attributes:
-        device: Device that they are for.
-        limit: Seconds that no function may exceed; ``None`` for no limit.
-        predictions: Prediction by name of the function, or of the module's class; one called with
-            several shapes has its name followed by ``#2`` and so on.
+        device: Device of the predictions.
+        limit: Maximum seconds of a function; ``None`` for no limit.
+        predictions: Predictions by name of the function, or of the module's class; further calls
+            with other shapes have ``#2`` and so on appended.
     """
 
     device: DeviceSpec
@@ -130,15 +130,15 @@ class Budget:
     predictions: dict[str, Prediction | TorchPrediction] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        # The description of a device and the kernels of a prediction fill pages.
+        # A device's description and a prediction's kernels would fill pages.
         times = {name: duration(found.latency_us) for name, found in self.predictions.items()}
         return f"Budget(device={self.device.name!r}, limit={self.limit}, predictions={times})"
 
     def check(self) -> None:
-        """Raise for the slowest function beyond the limit.
+        """Raise an error for the slowest function if it exceeds the limit.
 
         Raises:
-            BudgetExceeded: There is one.
+            BudgetExceeded: A function exceeds the limit.
         """
         if self.limit is None or not self.predictions:
             return
@@ -163,36 +163,36 @@ def budget(
     framework: str = "torch-eager",
     quiet: bool = False,
 ) -> Iterator[Budget]:
-    """Predict what is called inside, and print its time: JAX's jitted functions, PyTorch's modules.
+    """Predict and print the time of JAX's jitted functions and PyTorch's modules called inside.
 
-    Functions are traced as they are called, and lowered for the platform of ``device``. JAX
-    compiles a function once for each shape: one that was called before stays unseen, as do JAX's
-    own small functions. Of a module its forward pass is predicted, not the step around it
+    Functions are traced when called, and lowered for the platform of ``device``. JAX compiles a
+    function once per shape: functions called before the block are not seen, nor are JAX's own
+    small functions. For a module, its forward pass is predicted, not the surrounding step
     (``opcast.predict(…, train=…)``); PyTorch must be imported before the block.
 
     Args:
-        limit: Seconds that no function or module may exceed.
+        limit: Maximum seconds of each function or module.
         device: Name, path of a device file, or description.
         model: Name or folder of the model.
-        lowering: ``auto``, ``xla``, ``fused`` or ``op``, of JAX's functions.
-        framework: Whose kernels a module has, as of ``opcast.predict``; one that ``torch.compile``
-            made has those of ``torch-compiled``, unless it is ``xla``.
-        quiet: Print nothing.
+        lowering: ``auto``, ``xla``, ``fused`` or ``op``, for JAX functions.
+        framework: Framework that runs modules, as in ``opcast.predict``; modules compiled by
+            ``torch.compile`` use ``torch-compiled`` unless it is ``xla``.
+        quiet: Whether to print nothing.
 
     Yields:
         The predictions, filled when the block ends.
 
     Raises:
         BudgetExceeded: A function is predicted to take longer than ``limit``.
-        OpcastError: The limit is no positive number, the device is unknown, a function cannot be
-            predicted, or there is a limit and none was first called inside.
+        OpcastError: The limit is not a positive number, the device is unknown, a function cannot be
+            predicted, or there is a limit and no function was first called inside.
     """
     from ..features.ir.jax_compat import recorded_functions
     from ..features.ir.torch.program import recorded_modules
     from .api import loaded, predict
     from .devices import resolve_device
 
-    # First of all, so that a bad limit or an unknown name fails before anything runs.
+    # First, so that a wrong limit or an unknown name fails before anything runs.
     if limit is not None and not (isinstance(limit, int | float) and limit > 0.0):
         raise OpcastError(
             f"the limit is {limit!r}", where="opcast.budget", hint="give seconds, such as 0.005"
@@ -202,14 +202,14 @@ def budget(
     with recorded_functions() as functions, recorded_modules() as modules:
         yield result
     if not functions and not modules:
-        # A limit that was compared with nothing must not pass for one that is kept.
+        # A limit that was not compared with anything must not seem to be kept.
         unseen = "no jitted function was called for the first time inside the block, and no module"
         why = "JAX compiles a function once for each shape: jax.clear_caches() before the block"
         if limit is not None:
             raise OpcastError(unseen, where="opcast.budget", hint=why)
         if not quiet:
             print(f"opcast.budget: {unseen} ({why})")
-    # After the block: predicting compiles, which would be recorded too.
+    # After the block, since prediction compiles functions, which would be recorded, too.
     asked: list[tuple[str, Callable[[], Prediction | TorchPrediction]]] = [
         (
             own.name,

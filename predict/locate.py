@@ -1,4 +1,4 @@
-"""Resolve a model's name to its folder."""
+"""Find the folder of a model by its name."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from ..models.core.store import MANIFEST
 if TYPE_CHECKING:
     from ..models.operators import OpModel
 
-#: The shipped model of layers, batches and new kinds of attention.
+#: The shipped model of layers, batches and unseen kinds of attention.
 BLOCK_MODEL = "blocks"
 
 logger = logging.getLogger(__name__)
 
-#: Models that come with the package.
+#: Models shipped with the package.
 SHIPPED = PRETRAINED
 DEFAULT = CPU_MODEL
-#: Default models for devices of other platforms than :data:`DEFAULT`'s.
+#: Default models for platforms other than that of :data:`DEFAULT`.
 PLATFORM_DEFAULTS = {"gpu": GPU_MODEL, "tpu": TPU_MODEL}
 
 
 def registered() -> Path:
     """Return the folder of models registered with ``opcast train --register NAME``.
 
-    Models that earlier versions registered in the folder of caches are moved here, unless one of
-    their name is here already: who clears caches would lose them.
+    Models that earlier versions registered in the cache folder are moved here, since clearing
+    caches would delete them. Models whose name already exists here are left.
     """
     folder, before = data_home() / "models", home() / "models"
     if before != folder and before.is_dir():
@@ -46,7 +46,7 @@ def registered() -> Path:
 
 
 def _move(before: Path, folder: Path) -> None:
-    """Move models to another folder; where that is not possible, say so and leave them."""
+    """Move models to another folder; report and leave those that cannot be moved."""
     for model in sorted(before.glob("*")):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def available() -> dict[str, Path]:
     """Return model folders by name; registered models shadow shipped ones."""
     return {
         folder.name: folder
-        # Later entries of a dict win: a registered model shadows the shipped one of its name.
+        # Later entries take precedence: a registered model shadows the shipped one of its name.
         for root in (SHIPPED, registered())
         if root.is_dir()
         for folder in sorted(root.iterdir())
@@ -77,7 +77,7 @@ def find_model(model: str | Path, platform: str = "") -> Path:
 
     Args:
         model: Name or folder.
-        platform: ``cpu``, ``gpu`` or ``tpu``, whose model ``default`` stands for.
+        platform: ``cpu``, ``gpu`` or ``tpu``; selects the model for ``default``.
 
     Raises:
         ModelError: Neither a model folder nor a known name; the message lists the names.
@@ -97,14 +97,14 @@ def find_model(model: str | Path, platform: str = "") -> Path:
 def load_operators(
     model: str | Path = OPERATOR_MODEL, only: Sequence[str] | None = None
 ) -> OpModel | None:
-    """Load a model of library operators; ``None`` for ``roofline``.
+    """Load a model of library operators; returns ``None`` for ``roofline``.
 
     Args:
-        model: Name or folder; ``default`` is the one that ships.
-        only: Families to read, which takes less time; all by default.
+        model: Name or folder; ``default`` is the shipped model.
+        only: Families to read, which is faster; all by default.
 
     Raises:
-        ModelError: There is no such model, or it is of another kind.
+        ModelError: The model does not exist or is of another kind.
     """
     if str(model) == "roofline":
         return None
@@ -112,17 +112,17 @@ def load_operators(
 
 
 def read_operators(folder: Path, only: Sequence[str] | None = None) -> OpModel:
-    """Read a model of library operators from its folder, again only if that was written since.
+    """Read a model of library operators; it is read again only if its folder has changed.
 
     Args:
-        folder: Of the model.
-        only: Families to read, which takes less time; all by default.
+        folder: Folder of the model.
+        only: Families to read, which is faster; all by default.
 
     Raises:
-        ModelError: The folder is damaged, or holds a model of another kind.
+        ModelError: The folder is damaged or holds a model of another kind.
     """
     folder = folder.absolute()
-    # Whoever asks may calibrate it, and describe devices to it.
+    # A separate copy, since callers may calibrate it or add devices to it.
     return _read(folder, file_stamp(folder / MANIFEST), only and tuple(only)).own()
 
 
@@ -134,10 +134,10 @@ def _read(folder: Path, stamp: object, only: tuple[str, ...] | None) -> OpModel:
 
 
 def _candidates(model: str | Path, platform: str = "") -> Iterator[Path]:
-    """Folders that a model may be in, in the order of precedence.
+    """Yield the folders that a model may be in, in order of precedence.
 
     Raises:
-        ModelError: It is neither a name nor a path.
+        ModelError: The model is neither a name nor a path.
     """
     if not isinstance(model, str | Path):
         raise ModelError(
@@ -156,14 +156,14 @@ def _candidates(model: str | Path, platform: str = "") -> Iterator[Path]:
 
 
 def model_stamp(model: str | Path) -> tuple[object, ...]:
-    """Tell the models that a name stands for from any others, without reading them.
+    """Return a value that changes when a name means another model; the models are not read.
 
     Args:
-        model: Name or folder; ``default`` stands for the models of all platforms.
+        model: Name or folder; ``default`` means the models of all platforms.
 
     Returns:
-        Of each its folder and the stamp of its manifest, which is written last. Another value means
-        that the name may stand for another model. Empty for what has no folder.
+        For each model, its folder and the stamp of its manifest, which is written last. Empty for a
+        model without a folder.
     """
     platforms = ("", *PLATFORM_DEFAULTS) if str(model) == "default" else ("",)
     found = []
@@ -179,7 +179,7 @@ def model_stamp(model: str | Path) -> tuple[object, ...]:
 def trained_devices() -> dict[str, DeviceSpec]:
     """Collect the devices described by shipped and registered models of programs, by name.
 
-    A model that cannot be read contributes none; whoever loads it gets the error.
+    A model that cannot be read is skipped; loading it reports the error.
     """
     devices: dict[str, DeviceSpec] = {}
     for folder in available().values():
@@ -194,7 +194,7 @@ def trained_devices() -> dict[str, DeviceSpec]:
 
 
 def is_untrained(model: str | Path) -> bool:
-    """Whether a name means an estimator without a model folder, and no model."""
+    """Return whether a name means an estimator without a model folder rather than a model."""
     from ..models.core.registry import UNTRAINED
 
     if str(model) not in UNTRAINED:
@@ -204,16 +204,16 @@ def is_untrained(model: str | Path) -> bool:
 
 
 def model_hash(model: str | Path) -> str:
-    """Compute a model's digest: its manifest's, which holds the digests of its files.
+    """Compute a model's digest: that of its manifest, which contains the digests of its files.
 
     Args:
-        model: Name or folder; ``default`` stands for the models of all platforms.
+        model: Name or folder; ``default`` means the models of all platforms.
 
     Raises:
-        ModelError: There is no such model.
+        ModelError: The model does not exist.
     """
     from ..models.core.store import folder_digest
 
-    # The default answers with the model of the device's platform, so its digest covers all of them.
+    # The default depends on the device's platform, so its digest covers the models of all of them.
     others = PLATFORM_DEFAULTS.values() if str(model) == "default" else ()
     return folder_digest(*(find_model(name) for name in (model, *others)))

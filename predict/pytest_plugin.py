@@ -1,8 +1,8 @@
 """Pytest plug-in: predicted times as performance regression tests, without the device.
 
-A suite switches it on with ``pytest_plugins = ["opcast.predict.pytest_plugin"]`` in its
-``conftest.py``. Then ``assert opcast.predict(step, state, batch, device="h100-sxm") < 5e-3`` says
-why it fails, and the fixture ``predicted`` compares with a file of earlier predictions.
+Enable it with ``pytest_plugins = ["opcast.predict.pytest_plugin"]`` in ``conftest.py``. A failed
+``assert opcast.predict(step, state, batch, device="h100-sxm") < 5e-3`` then explains itself, and
+the fixture ``predicted`` compares with a file of earlier predictions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import pytest
 from ..common.interval import HasLatency, InSeconds
 from ..common.units import duration
 
-#: Kernels that a failed comparison names.
+#: Number of kernels listed for a failed comparison.
 _TOP = 5
-#: Times that are compared, and in words which ones.
+#: Compared times, and their suffixes in messages.
 _TIMES = {"latency_us": "", "device_us": " of kernels"}
-#: File of predictions in the root folder of the suite.
+#: File of predictions in the test suite's root folder.
 _BASELINE = "opcast-baseline.json"
 
 
@@ -69,10 +69,10 @@ def _slowest(result: object) -> list[str]:
 def predicted(request: pytest.FixtureRequest) -> Callable[..., HasLatency]:
     """Predict a function and compare with the baseline.
 
-    ``predicted(step, state, batch, device="h100-sxm")`` fails if the time is above the upper end of
-    the interval that the baseline holds for this test, or above ``tolerance`` times its estimate;
-    or if the sum of PyTorch's kernels, which the host's launches may hide, grew by that factor.
-    A test that is not in the baseline fails, too; ``--opcast-update`` writes it.
+    ``predicted(step, state, batch, device="h100-sxm")`` fails if the time exceeds the upper bound
+    of the interval in the baseline, or ``tolerance`` times its estimate. It also fails if the sum
+    of PyTorch's kernels, which the host's launches may hide, grew by that factor, or if the test is
+    not in the baseline; ``--opcast-update`` adds it.
     """
     config = request.config
     path = config.rootpath / str(config.getoption("--opcast-baseline"))
@@ -126,7 +126,7 @@ def _write(path: Path, key: str, found: Any) -> None:
 
     from ..common.files import write_text
 
-    # Read again each time: tests of one run write one after another.
+    # Read again each time, since other tests of the run write to it, too.
     known = _read(path)
     times = ("latency_us", "lo_us", "hi_us", "device_us")
     own = {name: round(getattr(found, name), 3) for name in times if hasattr(found, name)}

@@ -1,4 +1,4 @@
-"""The page of tracked runs: predicted against measured, errors by kind and device, coverage."""
+"""HTML page of tracked runs: predictions against measurements, errors by group, coverage."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...models.training_data.metrics import absolute_percentage_error, summary
 from .assemble import Page, assemble, rounded, short
 
 SCRIPTS = ("breakdown.js", "accuracy.js")
-#: Points drawn of a run, which a browser's canvas redraws without delay; the figures are of all
-#: rows that the run keeps. Engineering estimate.
+#: Maximum points drawn per run, which a browser redraws without delay; the figures use all rows
+#: that the run keeps. Engineering estimate.
 MOST_POINTS = 4000
-#: Groups listed for each column, those with most rows first.
+#: Maximum groups listed per column, those with most rows first.
 MOST_GROUPS = 40
 #: Quantiles of the absolute percentage error: whiskers, box and median of a box plot.
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -28,7 +28,7 @@ _SHOWN_PARAMS = ("model", "split", "dataset_hash", "seed", "rows", "devices", "s
 def accuracy_page(
     run: str, tell: Callable[[str], None] = lambda what: None, root: Path | None = None
 ) -> str:
-    """Make the page of a run, or of an experiment's newest runs.
+    """Return the page of a run, or of an experiment's newest runs.
 
     Args:
         run: Run, as accepted by :func:`~opcast.models.tracking.tracked_runs.read_runs`.
@@ -36,7 +36,7 @@ def accuracy_page(
         root: Folder of the MLflow store.
 
     Raises:
-        ModelError: There is no such run, or it keeps no predictions.
+        ModelError: The run does not exist or keeps no predictions.
     """
     tell("reading tracked runs")
     runs = read_runs(run, root=root)
@@ -46,7 +46,7 @@ def accuracy_page(
 
 
 def run_data(run: TrackedRun) -> dict[str, object]:
-    """A run as plain data, by level (``kernel``, ``program``, ``op``)."""
+    """Return a run's data by level (``kernel``, ``program``, ``op``)."""
     frame = run.predictions
     # Relative errors of zero or missing times are undefined.
     usable = frame[(frame["measured_us"] > 0) & (frame["predicted_us"] > 0)]
@@ -58,7 +58,7 @@ def run_data(run: TrackedRun) -> dict[str, object]:
         "rows": run.rows,
         "kept": len(frame),
         "levels": {
-            # A run's label noise is its kernels' noise.
+            # A run's label noise is that of its kernels.
             str(level): _level(own, run.noise if level != "program" else {})
             for level, own in usable.groupby("level", sort=False)
         },
@@ -75,7 +75,7 @@ def _level(frame: pd.DataFrame, noise: dict[str, float]) -> dict[str, object]:
 
 
 def _groups(frame: pd.DataFrame, column: str, noise: dict[str, float]) -> list[dict[str, object]]:
-    """Figures by value of a column, the value with most rows first."""
+    """Return figures per value of a column, the value with most rows first."""
     counts = frame[column].value_counts()
     return [
         _figures(str(value), frame[frame[column] == value], noise.get(f"{column}={value}"))
@@ -98,10 +98,9 @@ def _figures(name: str, frame: pd.DataFrame, noise: float | None) -> dict[str, o
 
 
 def _points(frame: pd.DataFrame) -> dict[str, object]:
-    """A fixed draw of rows to draw, with words in place of codes in ``names``."""
+    """Return the points of a fixed sample of rows; codes index the words in ``names``."""
     if len(frame) > MOST_POINTS:
-        # A fixed draw, so that a page can be made again; sorted, so that points keep the rows'
-        # order.
+        # Fixed, so that pages are reproducible; sorted, so that points keep the rows' order.
         drawn = np.random.default_rng(0).permutation(len(frame))[:MOST_POINTS]
         frame = frame.iloc[np.sort(drawn)]
     points: JsonObject = {"names": {}}

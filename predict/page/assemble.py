@@ -19,7 +19,7 @@ from pathlib import Path
 
 _STATIC = Path(__file__).resolve().parent / "static"
 SHELL, STYLE = "shell.html", "page.css"
-#: Scripts of every page: formats, colours, the light and the dark mode, canvases.
+#: Scripts of every page: formats, colours, light and dark mode, canvases.
 BASE = ("base.js", "plot.js")
 #: An empty icon, so that browsers do not request one from a server.
 _ICON = "data:,"
@@ -33,7 +33,7 @@ class Page:
         title: Title of the browser's tab.
         data: Plain data for the scripts.
         scripts: Files of ``static`` after :data:`BASE`, in order; the last one draws the page.
-        asks: Whether the page may ask the server that it came from, and show its pages.
+        asks: Whether the page may query its own server and embed its pages.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Page:
 
 
 def assemble(page: Page) -> str:
-    """Assemble a page as HTML that refers to no other resource."""
+    """Return the page as HTML that refers to no other resource."""
     style = _static(STYLE)
     parts = "\n".join(_static(name) for name in (*BASE, *page.scripts))
     # A function around all scripts keeps their names out of the global scope.
@@ -63,7 +63,7 @@ def assemble(page: Page) -> str:
 
 
 def json_for_html(data: object) -> str:
-    """JSON that may stand in a script element: no markup can begin or end in it.
+    """Encode data as JSON that is safe inside a script element.
 
     Raises:
         ValueError: A number is neither finite nor ``None``.
@@ -71,14 +71,14 @@ def json_for_html(data: object) -> str:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     # ``</script`` and ``<!--`` end or change a script element even within a string (HTML Standard,
     # "Restrictions for contents of script elements"); U+2028 and U+2029 end lines in older
-    # JavaScript. All of them may be written as escapes in JSON.
+    # JavaScript. JSON allows escapes for all of them.
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
 
 
 def rounded(values: Sequence[float], digits: int = 5) -> list[float | None]:
-    """Round numbers to few digits, so that pages stay small; ``None`` if not finite."""
+    """Round numbers to few digits to keep pages small; ``None`` if not finite."""
     return [short(value, digits) for value in values]
 
 
@@ -87,7 +87,7 @@ def short(value: float, digits: int = 5) -> float | None:
     if not math.isfinite(value):
         return None
     rounded_value = float(f"{value:.{digits}g}")
-    # Integers below 2**53 are exact in JavaScript's numbers, and shorter than 1.0.
+    # Integers below 2**53 are exact in JavaScript, and shorter than with ".0".
     whole = rounded_value.is_integer() and abs(rounded_value) < 2**53
     return int(rounded_value) if whole else rounded_value
 

@@ -1,4 +1,4 @@
-"""Pages of a step on a cluster and of a simulated service: figures, memory, what ran when."""
+"""HTML pages of a step on a cluster and of a simulated service: times, memory and timelines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from .assemble import Page, assemble, rounded, short
 
 STEP_SCRIPTS = ("breakdown.js", "timeline.js", "step.js")
 SERVING_SCRIPTS = ("serving.js",)
-#: Most spans of a timeline; the page counts the ones left out. Engineering estimate.
+#: Maximum spans of a timeline; the page states how many are omitted. Engineering estimate.
 MOST_SPANS = 30_000
-#: Most points of a curve, and most requests that are drawn: about a pixel each.
+#: Maximum points of a curve, and maximum requests drawn: about one per pixel.
 MOST_POINTS, MOST_REQUESTS = 800, 4000
+_NAMES = ("mean", *(f"p{level}" for level in LEVELS))
 
 
 def step_page(prediction: StepPrediction) -> str:
-    """Make the page as self-contained HTML."""
+    """Return the page of a step as self-contained HTML."""
     data = step_data(prediction)
     return assemble(Page(data["title"], data, STEP_SCRIPTS))
 
 
 def step_data(prediction: StepPrediction) -> JsonObject:
-    """Collect what the page shows as plain data; times in microseconds."""
+    """Return the page's data; times in microseconds."""
     s, work = prediction.step, prediction.workload
     return {
         "title": f"{work.parameters / 1e9:.1f}B parameters on {prediction.cluster}",
@@ -68,11 +69,11 @@ def _times(seconds: dict[str, float], scale: float = 1e6) -> list[list[object]]:
 
 
 def _spans(prediction: StepPrediction) -> dict[str, object]:
-    """Spans of all stages by time, as columns; ``kind`` and ``name`` are positions in ``words``."""
+    """Return all stages' spans by start, as columns; ``kind`` and ``name`` index ``words``."""
     spans = sorted(
         step_events(prediction.step, prediction.plan), key=lambda s: (s["start"], s["stage"])
     )
-    # Sorted by start: a cut leaves the beginning of the step whole.
+    # Sorted by start, so that truncation keeps the beginning of the step complete.
     kept = spans[:MOST_SPANS]
     words: dict[str, int] = {}
     return {
@@ -87,13 +88,13 @@ def _spans(prediction: StepPrediction) -> dict[str, object]:
 
 
 def serving_page(prediction: ServingPrediction) -> str:
-    """Make the page as self-contained HTML."""
+    """Return the page of a service as self-contained HTML."""
     data = serving_data(prediction)
     return assemble(Page(data["title"], data, SERVING_SCRIPTS))
 
 
 def serving_data(prediction: ServingPrediction) -> JsonObject:
-    """Collect what the page shows as plain data; times in microseconds."""
+    """Return the page's data; times in microseconds."""
     own, run, clock = prediction.deployment, prediction.run, prediction.clock
     makespan = run.makespan * clock * 1e6
     work = own.model.workload
@@ -138,17 +139,14 @@ def serving_data(prediction: ServingPrediction) -> JsonObject:
     }
 
 
-_NAMES = ("mean", *(f"p{level}" for level in LEVELS))
-
-
 def _curves(history: History, room: int, clock: float) -> dict[str, list[float | None]]:
-    """Curves over time in even steps, on a clock that is scaled: means of what held during each."""
+    """Sample an engine's history at even steps of time, scaled by ``clock``."""
     if not history.time:
         return {"time": [], "batch": [], "waiting": [], "held": []}
     times = np.array(history.time)
     grid = np.linspace(0.0, times[-1], MOST_POINTS + 1)[1:]
     at = np.minimum(np.searchsorted(times, grid), len(times) - 1)
-    # Between events an engine that is idle runs nothing.
+    # An idle engine runs nothing between events.
     idle = grid < times[at] - np.array(history.spans)[at]
     columns = {
         "batch": np.where(idle, 0, np.array(history.batch)[at]),

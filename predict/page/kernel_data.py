@@ -1,4 +1,4 @@
-"""Kernels of a prediction as columns for a page: times, work, origin, place in the schedule."""
+"""Columns of a prediction's kernels for a page: times, work, origin, position in the schedule."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from ...simulate.program.list_schedule import list_schedule
 from ..program.predictor import Prediction
 from .assemble import rounded, short
 
-#: Most kernels of a page, which bounds the size of the file; of more, those that take most time, in
+#: Maximum kernels of a page, to bound the size of the file; the most expensive ones are kept, in
 #: schedule order. Engineering estimate.
 MOST_KERNELS = 20_000
+#: Maximum points of the memory curve, about a screen's resolution; the largest per slot are kept.
+MOST_POINTS = 3000
+_EXTRAPOLATED = "layers were compiled once and extrapolated, so there is no course over time"
+_NO_MODULE = "there is no lowered module to take lifetimes from"
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,11 @@ class Schedule:
 
     Attributes:
         start: Start of each kernel.
-        end: End, all executions and their gaps included.
-        busy: Time of all its executions, gaps left out.
-        stream: Worker that it runs on; ``streams - 1`` for the asynchronous channel, -1 for none.
-        workers: Workers of the device.
-        stretch: Factor on the kernels' times where the predicted total is below their makespan.
+        end: End of each kernel, including all executions and their gaps.
+        busy: Time of all executions, without gaps.
+        stream: Worker that it runs on; ``workers`` for the asynchronous channel, -1 for none.
+        workers: Number of the device's workers.
+        stretch: Factor on the kernels' times if the predicted total is below their makespan.
     """
 
     start: np.ndarray
@@ -46,7 +50,7 @@ class Schedule:
 
     @property
     def names(self) -> list[str]:
-        """Names of the streams."""
+        """Return the names of the streams."""
         compute = [f"worker {i}" for i in range(self.workers)] if self.workers > 1 else ["compute"]
         return [*compute, "asynchronous"]
 
@@ -55,8 +59,8 @@ def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceS
     """List-schedule the predicted kernels so that they fill the program's predicted time.
 
     Time beyond the kernels (gaps, dispatch) is spread evenly over the executions of kernels that
-    are not asynchronous. If the program takes less than the schedule, kernels overlap more than
-    it shows, and all are shortened by one factor.
+    are not asynchronous. If the program takes less time than the schedule, kernels overlap
+    more than it shows, and all are shortened by one factor.
     """
     kernels = lowered.kernels
     counts = np.array([k.multiplicity for k in kernels], np.float64)
@@ -72,8 +76,8 @@ def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceS
     # Asynchronous copies have no gap: they do not occupy the compute stream.
     runs = np.where((times > 0) & ~np.array(channel, bool), counts, 0.0)
     gap = max(beyond, 0.0) / max(float(runs.sum()), 1.0)
-    # A launch comes before what it launches: the first execution waits for one, and the last kernel
-    # ends with the program. The first gap of a kernel lies before it, the others inside it.
+    # A launch precedes its kernel: the first execution waits for one, and the last kernel ends with
+    # the program. The first gap of a kernel lies before it, the others inside it.
     shift = gap * np.cumsum(runs)
     first = gap * (runs > 0)
     start = plan.start * stretch + shift - gap * runs + first
@@ -91,8 +95,8 @@ def kernel_columns(
     """Collect columns of all kernels that take time, in schedule order.
 
     Returns:
-        ``columns`` (lists of one length), ``names`` of the words that columns of codes point to,
-        ``left_out`` kernels and their time, and ``position``, which gives others a kernel's row.
+        ``columns`` (lists of one length), ``names``, the words that columns of codes index,
+        ``left_out``, the omitted kernels and their time, and ``position``, the row of each kernel.
     """
     kept = _kept(schedule.busy)
     # Both bounds of the roofline: the page's sliders recompute the larger one from changed peaks.
@@ -141,9 +145,9 @@ def kernel_columns(
 
 
 def peak_lines(columns: JsonObject, device: DeviceSpec) -> list[dict[str, object]]:
-    """Peaks that a program's kernels may reach: ``name`` and ``flops``, in FLOP/s.
+    """Return the peaks of a program's kernels: ``name`` and ``flops``, in FLOP/s.
 
-    One for each dtype of products and convolutions, and the vector unit's for f32.
+    One for each dtype of products and convolutions, and the f32 peak of the vector unit.
 
     Args:
         columns: Result of :func:`kernel_columns`.
@@ -152,14 +156,14 @@ def peak_lines(columns: JsonObject, device: DeviceSpec) -> list[dict[str, object
     names, codes = columns["names"]["dtype"], columns["columns"]["dtype"]
     kinds, kind = columns["names"]["kind"], columns["columns"]["kind"]
     used = {names[d] for d, k in zip(codes, kind, strict=True) if kinds[k] in ("gemm", "conv")}
-    # Products run on the matrix unit at a rate by dtype; all else on the vector unit.
+    # Products run on the matrix unit at a rate per dtype, everything else on the vector unit.
     matrix = [(f"{d} matrix", _product_peak(device, d)) for d in sorted(used)]
     lines = [*matrix, ("f32 vector", device.vector_peak("f32"))]
     return [{"name": name, "flops": short(peak)} for name, peak in lines]
 
 
 def _product_peak(device: DeviceSpec, dtype: str) -> float:
-    """Peak of products; XLA rounds f32 operands to TF32 by default where that is faster."""
+    """Return the peak of products; XLA rounds f32 operands to TF32 by default if that is faster."""
     peak = device.matrix_peak(dtype)
     return max(peak, device.matrix_peak("tf32")) if dtype == "f32" else peak
 
@@ -167,7 +171,7 @@ def _product_peak(device: DeviceSpec, dtype: str) -> float:
 def _kept(busy: np.ndarray) -> list[int]:
     costly = np.flatnonzero(busy > 0)
     if len(costly) > MOST_KERNELS:
-        # Chosen by time, shown in the order of the schedule.
+        # Selected by time, shown in the order of the schedule.
         costly = np.sort(costly[np.argsort(-busy[costly], kind="stable")[:MOST_KERNELS]])
     return [int(i) for i in costly]
 
@@ -177,7 +181,7 @@ def _joined(place: ModulePath) -> str:
 
 
 class _Words:
-    """Dictionary encoding: columns hold codes, and the words are kept once by column."""
+    """Dictionary encoding: columns hold codes, and words are stored once per column."""
 
     def __init__(self) -> None:
         self.lists: dict[str, list[str]] = {}
@@ -189,16 +193,10 @@ class _Words:
         return places
 
 
-#: Most points of the curve, about what a screen can show; of more, the largest in each slot.
-MOST_POINTS = 3000
-_EXTRAPOLATED = "layers were compiled once and extrapolated, so there is no course over time"
-_NO_MODULE = "there is no lowered module to take lifetimes from"
-
-
 def memory_data(
     prediction: Prediction, lowered: LoweredProgram, schedule: Schedule
 ) -> dict[str, object]:
-    """Peak, capacity, and the bytes in use over time from the lifetimes of buffers.
+    """Return the peak, the capacity, and the bytes in use over time from lifetimes of buffers.
 
     Returns:
         ``peak_bytes``, ``source``, ``device_bytes``, ``fits``, ``resident_bytes`` (arguments and
@@ -211,8 +209,8 @@ def memory_data(
         "fits": prediction.fits,
         "why_not": "",
     }
-    # Kernels that run several times outside of any loop stand for repeated layers, whose buffers
-    # are not in the module.
+    # Kernels that run several times outside any loop represent repeated layers, whose buffers are
+    # not in the module.
     if any(k.multiplicity != 1 and not k.scope for k in lowered.kernels):
         return {**data, "why_not": _EXTRAPOLATED}
     module = lowered.module or (parse_hlo(lowered.hlo) if lowered.hlo else None)
@@ -233,7 +231,7 @@ def memory_data(
 
 
 def _starts(lowered: LoweredProgram, schedule: Schedule) -> dict[str, float]:
-    """Start time of each kernel by name; a loop starts with its first kernel."""
+    """Return the start time of each kernel by name; a loop starts with its first kernel."""
     starts: dict[str, float] = {}
     for kernel, start, busy in zip(
         lowered.kernels, schedule.start.tolist(), schedule.busy.tolist(), strict=True
@@ -244,11 +242,11 @@ def _starts(lowered: LoweredProgram, schedule: Schedule) -> dict[str, float]:
 
 
 def _thinned(us: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve to the largest value of each slot, at most :data:`MOST_POINTS` of them."""
+    """Reduce a curve to the largest values of at most :data:`MOST_POINTS` slots."""
     if not len(us):
         return us, used
     width = us[-1] / MOST_POINTS if len(us) > MOST_POINTS else 0.0
     slot = np.floor(us / width) if width > 0 else us
     first = np.flatnonzero(np.diff(slot, prepend=-1.0) != 0)
-    # The largest of each slot, so that thinning cannot hide the peak.
+    # The largest of each slot, so that the peak is kept.
     return us[first], np.maximum.reduceat(used, first)

@@ -1,4 +1,4 @@
-"""The page of a program on a device: total time, its parts, and explanations."""
+"""HTML page of a program on a device: total time, components, and explanations."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ SCRIPTS = (
     "table.js",
     "report.js",
 )
-#: Default lowering of the comparison: no compiler needed, seconds per device.
+#: Default lowering of the comparison: needs no compiler and takes seconds per device.
 LOWERING = "fused"
-#: Lowering shown for a program that is optimised already.
+#: Lowering shown for a program that is already optimised.
 AS_GIVEN = "as given"
-#: Distinct kernels to explain, costliest first, and training neighbours of each. Engineering
-#: estimates: beyond some tens, kernels rarely take a visible share.
+#: Number of distinct kernels to explain, most expensive first, and of training neighbours for each.
+#: Engineering estimates: beyond some tens, kernels rarely take a visible share.
 EXPLAINED, NEIGHBOURS = 40, 3
-#: Characters of a kernel's HLO that the page shows; texts of large fusions are far longer.
+#: Maximum characters of a kernel's HLO on the page; texts of large fusions are far longer.
 _TEXT = 2000
-# Contributions, and features outside of the training range, listed for each kernel.
+#: Maximum contributions, and features outside the training range, listed per kernel.
 _CONTRIBUTIONS, _OUTSIDE = 8, 4
 
 
@@ -50,7 +50,7 @@ class ReportOptions:
         lowering: Lowering options of the program, including the device.
         compare: Devices to compare with; empty for no comparison.
         compare_lowering: Lowering of the comparison.
-        title: Name of the program; by default its file's.
+        title: Name of the program; by default the name of its file.
     """
 
     lowering: LoweringOptions = DEFAULTS
@@ -65,7 +65,7 @@ def report_page(
     options: ReportOptions | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> str:
-    """Predict a program and make its page.
+    """Predict a program and return its page.
 
     Args:
         predictor: Predictor with the model.
@@ -98,7 +98,7 @@ def report_page(
 def report_data(
     predictor: Predictor, source: SourceProgram, lowered: LoweredProgram, device: DeviceSpec
 ) -> dict[str, object]:
-    """Everything that the page shows of a lowered program, as plain data; times in microseconds."""
+    """Return the page's data for a lowered program; times in microseconds."""
     found = explain_lowered(predictor, lowered, device, top=EXPLAINED, neighbours=NEIGHBOURS)
     p = found.prediction
     schedule = schedule_of(p, lowered, device)
@@ -144,7 +144,7 @@ def _device(device: DeviceSpec) -> dict[str, object]:
 def _explained(
     found: ProgramExplanation, lowered: LoweredProgram, position: dict[int, int]
 ) -> list[dict[str, object]]:
-    """Why the costliest distinct kernels take what they take, with the rows of equal ones."""
+    """Return explanations of the most expensive distinct kernels, with the rows of equal ones."""
     rows: dict[str, list[int]] = {}
     for place, kernel in enumerate(lowered.kernels):
         if place in position:
@@ -153,7 +153,7 @@ def _explained(
     listed = []
     for own in found.kernels:
         e = own.explanation
-        # Its kernels are not among those that the page holds.
+        # The page omits this kernel.
         if e.kernel_hash not in rows:
             continue
         listed.append(
@@ -191,19 +191,19 @@ def compare_devices(
     lowering: str = LOWERING,
     tell: Callable[[str], None] = lambda device: None,
 ) -> list[dict[str, object]]:
-    """Predict a program on devices; a device that fails gets the reason.
+    """Predict a program on devices; failures are reported per device.
 
     Args:
         predictor: Predictor with the model.
-        source: The program; if it is optimised already, its kernels are used unchanged.
+        source: The program; if already optimised, its kernels are used unchanged.
         devices: Names or device files.
         lowering: Lowering for all devices.
-        tell: Called with what is done before it is predicted.
+        tell: Called with a description of each stage of the work.
 
     Returns:
         One row per device, in the order given.
     """
-    # ``xla`` takes scheduled HLO as it is, and compiles nothing.
+    # ``xla`` reads scheduled HLO unchanged and compiles nothing.
     how = "xla" if is_optimised(source) else lowering
     rows = []
     for name in devices:
@@ -214,14 +214,14 @@ def compare_devices(
                 source, how, cache=predictor.cache, trip_counts=source.trip_counts, device=device
             )
             rows.append(_row(name, predictor.predict_lowered(lowered, device)))
-        # One device that cannot be predicted must not cost the page.
+        # One device that cannot be predicted must not prevent the page.
         except OpcastError as error:
             rows.append({"device": name, "error": str(error)})
     return rows
 
 
 def is_optimised(source: SourceProgram) -> bool:
-    """Whether a program is a compiler's output, which is not lowered again."""
+    """Return whether a program is a compiler's output, which is not lowered again."""
     return source.kind == "hlo" and source.program.is_scheduled
 
 
