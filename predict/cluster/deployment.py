@@ -106,6 +106,7 @@ class Deployment:
                 f"{options.accepted:g} tokens a step of {drafts} drafts",
                 hint="from 1 to one more than the drafts",
             )
+        self._check_waits()
         heads, layers = self.model.workload.heads, self.model.workload.layers
         for workers in filter(None, (self.engine, self.prefill)):
             plan = workers.plan
@@ -118,6 +119,33 @@ class Deployment:
                 raise PlanError(
                     f"pp={plan.pp} stages for {layers} layers", hint="pp is at most the layers"
                 )
+
+    def _check_waits(self) -> None:
+        """Check options by which prompts wait to be batched, against the framework and the plan."""
+        options, known = self.options, frameworks()
+        told = {
+            "recv_interval": options.recv_interval > 1,
+            "batch_wait_iters": options.batch_wait_iters > 0,
+            "batch_wait_ratio": options.batch_wait_ratio > 0.0,
+        }
+        for name in filter(told.get, told):
+            if self.framework in known and not known[self.framework].has(name):
+                others = [other for other, rules in known.items() if rules.has(name)]
+                raise PlanError(
+                    f"{self.framework} has no {name}", where=name, hint=" or ".join(others)
+                )
+        if told["batch_wait_iters"] != told["batch_wait_ratio"]:
+            raise PlanError(
+                "prompts wait for a number of passes until they fill a fraction of one",
+                where="batch_wait_iters",
+                hint="both batch_wait_iters and batch_wait_ratio",
+            )
+        if told["batch_wait_iters"] and self.engine.plan.dp > 1:
+            raise PlanError(
+                "with dp, prompts wait until every rank has one",
+                where="batch_wait_iters",
+                hint="leave it out, or a plan without dp",
+            )
 
     @property
     def devices(self) -> int:

@@ -127,6 +127,41 @@ class EngineOptions:
     chunked: Annotated[
         bool | None, Option("Whether prefill may be chunked.", ("--chunked/--whole-prompts",))
     ] = None
+    async_scheduling: Annotated[
+        bool | None,
+        Option(
+            "Whether the host prepares a pass while the previous one runs; by default as the "
+            "release does.",
+            ("--async-scheduling/--no-async-scheduling",),
+        ),
+    ] = None
+    recv_interval: Annotated[
+        int,
+        Option(
+            "Decoding passes between two checks for new requests (SGLang's "
+            "--scheduler-recv-interval).",
+            least=1,
+            most=MOST,
+        ),
+    ] = 1
+    batch_wait_iters: Annotated[
+        int,
+        Option(
+            "Maximum decoding passes for which prompts wait to be batched (TensorRT-LLM's "
+            "batch_wait_timeout_iters).",
+            least=0,
+            most=MOST,
+        ),
+    ] = 0
+    batch_wait_ratio: Annotated[
+        float,
+        Option(
+            "With --batch-wait-iters: fraction of the tokens of a pass from which prompts no "
+            "longer wait.",
+            least=0.0,
+            most=1.0,
+        ),
+    ] = 0.0
     memory: Annotated[
         float,
         Option(

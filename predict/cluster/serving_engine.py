@@ -272,19 +272,28 @@ def engine_policy(deployment: Deployment, workers: Workers, prompt: float) -> Po
         prompt: Mean tokens of a prompt; prompts above the token budget of a pass are chunked.
     """
     policy, options = framework_defaults(deployment.framework).policy, deployment.options
-    budget = (deployment.options.token_budget or policy.token_budget) * workers.plan.dp
-    chunked = policy.chunked if deployment.options.chunked is None else deployment.options.chunked
+    budget = (options.token_budget or policy.token_budget) * workers.plan.dp
+    chunked = policy.chunked if options.chunked is None else options.chunked
     return replace(
         policy,
-        max_batch=(workers.batch or deployment.options.max_batch or policy.max_batch)
-        * workers.plan.dp,
+        max_batch=(workers.batch or options.max_batch or policy.max_batch) * workers.plan.dp,
         token_budget=budget,
-        chunked=chunked or prompt > budget,
+        chunked=chunked or prompt > budget // workers.plan.dp,
         swap=options.preemption == "swap",
         watermark=options.watermark,
         block=options.block or policy.block,
-        ahead=runs_ahead(deployment.framework, deployment.version),
+        ahead=_runs_ahead(deployment),
+        ranks=workers.plan.dp,
+        gather=policy.gather if workers.plan.dp > 1 else options.batch_wait_iters,
+        fill=options.batch_wait_ratio,
+        poll=options.recv_interval,
     )
+
+
+def _runs_ahead(deployment: Deployment) -> bool:
+    """Return whether the host prepares a pass while the previous one runs."""
+    told = deployment.options.async_scheduling
+    return runs_ahead(deployment.framework, deployment.version) if told is None else told
 
 
 def wide_notes(deployment: Deployment) -> tuple[str, ...]:
@@ -352,7 +361,7 @@ def levels(deployment: Deployment, model: ServingModel) -> dict[str, str]:
         "framework": deployment.framework,
         "engine": engine,
         # Whether the host prepares passes ahead of the device.
-        "era": "ahead" if runs_ahead(deployment.framework, deployment.version) else era,
+        "era": "ahead" if _runs_ahead(deployment) else era,
         "host": host_kind(deployment.framework, era, spec.platform, eager=deployment.options.eager),
         "format": served.weights,
         "expert_format": experts,

@@ -74,6 +74,11 @@ class Engine:
         #: Seconds for which prompts have stalled decoding sequences.
         self.stalled = 0.0
         self.outstanding = 0
+        #: Waiting requests that have been received: they came before the last check.
+        self.received = 0
+        #: Decoding passes for which prompts have waited for others, and since the last check for
+        #: new requests.
+        self.held = self.unchecked = 0
         #: Requests that ended in the last pass.
         self.ended = 0
         #: Load of each prompt without a first token: all its tokens plus those still to run.
@@ -181,15 +186,42 @@ class Engine:
             return False
         return not running or self.taken.fits(self._need(index))
 
+    def _patience(self) -> int:
+        """Maximum number of decoding passes before waiting prompts run."""
+        policy = self.policy
+        if not self.waiting or self.partial or self.ready or self.batch < policy.ranks:
+            return 0
+        checked = self.received or policy.poll == 1
+        passes = 0 if checked else max(0, policy.poll - self.unchecked)
+        return passes if self._batched() else max(passes, policy.gather - self.held)
+
+    def _batched(self) -> bool:
+        """Whether waiting prompts are enough for a pass."""
+        policy = self.policy
+        if policy.ranks > 1 or not policy.gather:
+            return len(self.waiting) >= policy.ranks
+        missing = policy.fill * policy.token_budget - self.batch
+        for index in self.waiting:
+            missing -= self._prompt(index) - self._hit(index)
+            if missing <= 0.0:
+                break
+        return missing <= 0.0
+
     def _chunks(self) -> list[tuple[int, Chunk]]:
         """Prompt chunks of the next pass, oldest first; admits the requests that fit."""
         policy = self.policy
+        if self._patience() > 0:
+            return []
+        self.held = self.unchecked = 0
+        self.received = len(self.waiting)
         left = policy.token_budget - (self.batch if policy.mixed else 0)
+        # A prompt runs on one rank, which has a share of the budget.
+        most = policy.token_budget // policy.ranks
         chunks: list[tuple[int, Chunk]] = []
         for entry in self.partial:
             if left <= 0:
                 break
-            count = min(entry[1], left)
+            count = min(entry[1], left, most)
             chunks.append((entry[0], Chunk(count, self._prompt(entry[0]) - entry[1])))
             left -= count
         while self.swapped and self._fits(self.swapped[0]):
@@ -203,6 +235,7 @@ class Engine:
             if size > left and not policy.chunked and chunks:
                 break
             self.waiting.popleft()
+            self.received -= 1
             self.taken.admit(index, self._need(index))
             if self.ready:
                 self._start(index)
@@ -212,10 +245,13 @@ class Engine:
                 self.requests.found[index] = hit
             if self.prefixes is not None and self.requests.blocks:
                 self.prefixes.add(self.requests.blocks[index], self.taken.left)
-            count = size if not policy.chunked else min(size, left)
+            count = min(size, left, most) if policy.chunked else size
             self.partial.append([index, size])
             chunks.append((index, Chunk(count, hit)))
             left -= count
+        if chunks:
+            # The queue is checked after every pass with prompts.
+            self.unchecked = policy.poll
         return chunks
 
     def _prompt(self, index: int) -> int:
@@ -285,8 +321,16 @@ class Engine:
         free = self.batch + len(self.partial) < self.policy.max_batch
         if self.late:
             steps = 1
+        patience = self._patience()
+        if patience:
+            steps = min(steps, patience)
         if steps > 1 and until < inf and free:
             steps = self._steps_until(until - self.now, steps)
+        self.unchecked += steps
+        if patience:
+            self.held += steps
+        else:
+            self.unchecked %= self.policy.poll
         self._advance(self.costs.decode(self.batch, self.cached, steps), steps)
         self.largest_batch = max(self.largest_batch, self.batch)
         self._record(self.batch, self.batch, steps, 0)
@@ -370,6 +414,7 @@ class Engine:
             self.swapped.append(index)
         else:
             self.waiting.appendleft(index)
+            self.received += 1
         self.evicted += 1
         # A stale entry at the top of the heap would be taken for the next event.
         while self.ends and self.ending.get(self.ends[0][1]) != self.ends[0][0]:

@@ -34,6 +34,11 @@ class Policy:
         block: Tokens per cache block; the last block of a sequence is half empty on average.
         ahead: Whether a pass is prepared while the previous one runs, so that a request that
             arrives meanwhile waits for one more pass.
+        ranks: Attention data-parallel ranks; each holds different sequences.
+        gather: Maximum number of decoding passes for which prompts wait until every rank has one
+            to run or, on one rank, they fill a pass; 0 to run prompts as they arrive.
+        fill: On one rank, the fraction of the token budget from which prompts no longer wait.
+        poll: Decoding passes between two checks for new requests.
     """
 
     max_batch: int = 256
@@ -45,6 +50,10 @@ class Policy:
     watermark: float = 0.0
     block: int = 1
     ahead: bool = False
+    ranks: int = 1
+    gather: int = 0
+    fill: float = 0.0
+    poll: int = 1
 
     def __post_init__(self) -> None:
         """Check the limits.
@@ -152,6 +161,10 @@ class Framework:
     sized: bool = False
     handover: str = ""
     launch: Launcher | None = None
+
+    def has(self, option: str) -> bool:
+        """Whether its launch command can set an option of the scheduler."""
+        return self.launch is not None and any(flag.when == option for flag in self.launch.flags)
 
     def frees_windows(self, experts: bool) -> bool:
         """Whether cache entries that have left a sliding window are freed.

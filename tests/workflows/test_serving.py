@@ -349,11 +349,14 @@ def typed(row: ServingRow, cells: pd.Series, folder: Path, model: str) -> list[s
         "workload": sizes, "device": own.device, "plan": plan(own.engine),
         "replicas": own.engine.count, "model": model, "source": own.source,
         "framework": f"{own.framework}@{own.version}" if own.version else own.framework,
-        "weights": cells.get("weight_dtype"), "kv-cache": cells.get("kv_dtype"),
+        "weights": cells.get("weight_dtype"), "kv-cache": own.model.cache,
         "linear-layers": own.model.linear_layers, "prompt": spec.prompt, "output": spec.output,
         "requests": spec.requests, "concurrency": spec.concurrency, "batch": spec.batch,
         "rate": spec.rate, "count": 0 if spec.batch else spec.count,
         "max-batch": own.options.max_batch, "token-budget": own.options.token_budget,
+        "recv-interval": own.options.recv_interval,
+        "batch-wait-iters": own.options.batch_wait_iters,
+        "batch-wait-ratio": own.options.batch_wait_ratio,
         "drafts": own.options.drafts, "accepted": own.options.accepted if own.options.drafts else 0,
     }  # fmt: skip
     if own.prefill is not None:
@@ -365,6 +368,10 @@ def typed(row: ServingRow, cells: pd.Series, folder: Path, model: str) -> list[s
     asked += [] if spec.concurrency or spec.batch or spec.rate or spec.requests else ["--offline"]
     if own.options.chunked is not None:
         asked.append("--chunked" if own.options.chunked else "--whole-prompts")
+    if own.options.async_scheduling is not None:
+        asked.append(
+            "--async-scheduling" if own.options.async_scheduling else "--no-async-scheduling"
+        )
     for name, value in said.items():
         if (
             value == value

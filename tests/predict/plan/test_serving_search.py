@@ -228,6 +228,34 @@ def test_launch_commands() -> None:
     assert "--disaggregation-mode decode" in apart["SGLang decode"]
 
 
+def test_commands_set_how_prompts_wait_to_be_batched() -> None:
+    def command(framework: str, own: Deployment = BASE, **options: object) -> str:
+        told = EngineOptions(**options)  # type: ignore[arg-type]
+        own = replace(own, framework=framework, options=told)
+        return launches(own)[
+            {"sglang": "SGLang", "vllm": "vLLM"}.get(framework, "TensorRT-LLM")
+        ].command
+
+    assert "--scheduler-recv-interval 30" in command("sglang", recv_interval=30)
+    assert "--async-scheduling" in command("vllm", async_scheduling=True)
+    assert "--no-async-scheduling" in command("vllm", async_scheduling=False)
+    assert "async" not in command("vllm")
+    waits = {"batch_wait_iters": 40, "batch_wait_ratio": 0.8}
+    told = command("tensorrt-llm", **waits)
+    assert "batch_wait_timeout_iters: 40" in told and "batch_wait_max_tokens_ratio: 0.8" in told
+    moe = ServedModel(replace(DENSE, experts=8, top_k=2))
+    apart = replace(BASE, model=moe, engine=Workers(EnginePlan(dp=2, ep=2)))
+    balanced = "attention_dp_config: {enable_balance: true, timeout_iters: 60}"
+    assert balanced in command("tensorrt-llm", apart)
+    assert "attention_dp_config" not in command("tensorrt-llm")
+    with pytest.raises(PlanError, match=r"vllm has no recv_interval.*sglang"):
+        replace(BASE, framework="vllm", options=EngineOptions(recv_interval=30))
+    with pytest.raises(PlanError, match="both batch_wait_iters and batch_wait_ratio"):
+        command("tensorrt-llm", batch_wait_iters=40)
+    with pytest.raises(PlanError, match="without dp"):
+        command("tensorrt-llm", apart, **waits)
+
+
 def test_flags_are_explained_in_the_words_of_each_framework() -> None:
     moe = replace(BASE, model=ServedModel(replace(DENSE, experts=8, top_k=2)))
 
