@@ -90,6 +90,18 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def append_lines(path: Path, lines: str) -> None:
+    """Append whole lines, on disk on return; a line truncated by a kill is terminated first."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                lines = "\n" + lines
+        file.write(lines.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def cannot_write(path: Path, error: OSError) -> FileError:
     """Return the error to raise for a file that cannot be written."""
     return FileError(

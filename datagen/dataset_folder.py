@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError
-from ..common.files import replacing
+from ..common.files import append_lines, replacing
 from ..common.parquet import read_table
 from ..common.types import JsonObject
 from ..features.dataset import (
@@ -110,20 +109,7 @@ def add_failures(folder: Path, failures: Iterable[Mapping[str, str]]) -> None:
     """Append failed programs, with their reasons and runs, to a folder's list."""
     lines = "".join(json.dumps(f, sort_keys=True) + "\n" for f in failures)
     if lines:
-        _append_lines(folder / FAILURES, lines)
-
-
-def _append_lines(path: Path, text: str) -> None:
-    """Append whole lines; a partial line left by a kill is terminated first."""
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                text = "\n" + text
-        file.write(text.encode())
-        # On disk before the caller continues: a crash of the host must not lose the failure.
-        file.flush()
-        os.fsync(file.fileno())
+        append_lines(folder / FAILURES, lines)
 
 
 def done_programs(folder: Path, runs: Container[str] | None = None) -> set[str]:

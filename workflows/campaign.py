@@ -30,11 +30,11 @@ def run_campaign(settings: CampaignSettings, tell: Callable[[str], None]) -> int
         tell: Called with a line for each block, and for each case that failed.
     """
     from ..datagen.campaign.__main__ import ended_as_interrupted, summary
-    from ..datagen.campaign.plan import told
+    from ..datagen.campaign.plan import outline
     from ..datagen.campaign.run import run_campaign as run
 
     if settings.plan:
-        print("\n".join(told(settings)))
+        print("\n".join(outline(settings)))
         return 0
     with ended_as_interrupted():
         outcome = run(settings, tell)

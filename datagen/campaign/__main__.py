@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...common.errors import OpcastError
 from ...common.options import seconds_of
-from .plan import DEVICES, CampaignSettings, told
+from .plan import DEVICES, CampaignSettings, outline
 from .run import Outcome, run_campaign
 
 
@@ -52,7 +52,7 @@ def main() -> int:
             given.plan,
         )
         if settings.plan:
-            print("\n".join(told(settings)))
+            print("\n".join(outline(settings)))
             return 0
         with ended_as_interrupted():
             outcome = run_campaign(settings, lambda what: print(what, file=sys.stderr))

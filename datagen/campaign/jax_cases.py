@@ -44,6 +44,9 @@ _DEVIATION = 0.02
 
 T = TypeVar("T")
 _Run = Callable[["list[jax.Array]"], "Sequence[jax.Array]"]
+_Function = tuple[
+    Callable[..., object], list["jax.ShapeDtypeStruct"], list[int], MakeArguments, str
+]
 
 
 @dataclass
@@ -178,11 +181,6 @@ def _memory(compiled: JaxObject) -> dict[str, int]:
     return {f"{n}_bytes": int(v) for n, v in found.items() if v is not None}
 
 
-_Function = tuple[
-    Callable[..., object], list["jax.ShapeDtypeStruct"], list[int], MakeArguments, str
-]
-
-
 def _function(spec: JsonObject) -> _Function:
     """Flat function, types of its arguments, donated ones, their values, and the family."""
     if "zoo" in spec:
@@ -229,23 +227,11 @@ def _flat(function: Callable[..., object], structure: JaxObject) -> Callable[...
 
 def _of_zoo(spec: JsonObject) -> _Function:
     """A program of the zoo, which requires flax and optax."""
-    import jax
-
     from ..zoo import build, parse_settings
 
     name = str(spec["zoo"])
     workload = build(name, **parse_settings(name, str(spec["set"]).split()))
-    leaves = jax.tree.leaves(workload.abstract_args)
-    starts = [
-        len(jax.tree.leaves(workload.abstract_args[:i]))
-        for i in range(len(workload.abstract_args) + 1)
-    ]
-    donated = [i for n in workload.donate_argnums for i in range(starts[n], starts[n + 1])]
-
-    def flat(*values: object) -> tuple[object, ...]:
-        return tuple(jax.tree.leaves(workload.function(*workload.unflatten(list(values)))))
-
-    return flat, leaves, donated, workload.arguments, name
+    return *workload.flattened(), workload.arguments, name
 
 
 def _draw(

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ...common.files import write_bytes
+from ...common.files import append_lines, write_bytes
 from ...common.types import JsonObject
 
 _JOURNAL = "journal.jsonl"
@@ -123,15 +122,7 @@ class Journal:
     def add(self, what: str, **values: object) -> None:
         """Append a line, which is on disk on return."""
         event: JsonObject = {"event": what, "time": time.time(), **values}
-        line = json.dumps(event, sort_keys=True) + "\n"
-        with self._path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # terminate a line truncated by a kill
-                    line = "\n" + line
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self._path, json.dumps(event, sort_keys=True) + "\n")
         self._take(event)
 
     def keep(self, rows: Iterable[Mapping[str, object]]) -> str:

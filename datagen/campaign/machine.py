@@ -28,6 +28,7 @@ from pathlib import Path
 
 from ...common.types import JsonObject
 from ...common.versions import installed
+from ..profile.host import cpu_mhz, first_line, output_of
 
 #: Columns of the file; empty cells are values that the device does not provide.
 COLUMNS = ("time", "core_mhz", "memory_mhz", "power_w", "temperature_c", "load_percent")
@@ -66,8 +67,6 @@ _LIBRARIES = (
     *("torch", "triton", "timm", "transformers", "flax", "optax", "numpy", "pandas", "pyarrow"),
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12", "nvidia-cublas"),
 )
-#: Seconds that a program gets to answer: a broken driver may hang.
-_ANSWER_S = 10.0
 #: Identifiers of a card, which ``nvidia-smi`` prints beside its name.
 _SERIAL = re.compile(r"\(UUID: [^)]*\)|GPU-[0-9a-f]{8}-[0-9a-f-]+")
 _PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@%-]+){2,}/?|[A-Za-z]:\\[\w.\\-]+")
@@ -175,7 +174,7 @@ def _reader(platform: str) -> Callable[[], Reading] | None:
     if platform == "gpu":
         # The first card is the device that frameworks use.
         for folder in sorted(glob.glob(_HWMON)):  # noqa: PTH207 (folders of any name)
-            if _text(Path(folder) / "name") == "amdgpu":
+            if first_line(Path(folder) / "name") == "amdgpu":
                 return lambda: amd_reading(Path(folder))
         if shutil.which("rocm-smi"):
             return _rocm
@@ -183,27 +182,26 @@ def _reader(platform: str) -> Callable[[], Reading] | None:
 
 
 def _cpu() -> Reading:
-    lines = _text(Path("/proc/cpuinfo")).splitlines()
-    clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
-    return [round(sum(clocks) / len(clocks), 1), "", "", "", ""] if clocks else []
+    clock = cpu_mhz()
+    return [round(clock, 1), "", "", "", ""] if clock else []
 
 
 def amd_reading(folder: Path) -> Reading:
     """Read the files of AMD's driver: clocks in MHz, power in W, temperature in °C."""
     found: dict[str, float | str] = {}
     for name, unit in _AMD:
-        text = _text(folder / name)
+        text = first_line(folder / name)
         if text.isdigit():
             found[name] = int(text) / unit
     power = found.get("power1_input", found.get("power1_average", ""))
     heat = found.get("temp2_input", found.get("temp1_input", ""))
-    load = _number(_text(folder.parent.parent / "gpu_busy_percent"))
+    load = _number(first_line(folder.parent.parent / "gpu_busy_percent"))
     return [found.get("freq1_input", ""), found.get("freq2_input", ""), power, heat, load]
 
 
 def _rocm() -> Reading:
     asked = ("-d", "0", "--showclocks", "--showpower", "--showtemp", "--showuse", "--json")
-    return rocm_reading(_answer("rocm-smi", *asked))
+    return rocm_reading(output_of("rocm-smi", *asked))
 
 
 def rocm_reading(text: str) -> Reading:
@@ -218,13 +216,6 @@ def rocm_reading(text: str) -> Reading:
         numbers = [n for v in values if (n := re.search(r"\d+(\.\d+)?", v))]
         found.append(float(numbers[0][0]) if numbers else "")
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def host_record(hosts: Mapping[str, object], platform_name: str) -> JsonObject:
@@ -244,7 +235,7 @@ def host_record(hosts: Mapping[str, object], platform_name: str) -> JsonObject:
     }
     if platform_name == "gpu":
         found["nvidia"] = _nvidia()
-        found |= {name: text for name, own in _ANSWERS.items() if (text := _answer(*own))}
+        found |= {name: text for name, own in _ANSWERS.items() if (text := output_of(*own))}
     return scrubbed(found)
 
 
@@ -252,25 +243,12 @@ def _nvidia() -> dict[str, str]:
     if shutil.which("nvidia-smi") is None:
         return {}
     common = ("--format=csv,noheader", f"--id={_visible()}")
-    whole = _answer("nvidia-smi", f"--query-gpu={','.join(_NVIDIA)}", *common)
+    whole = output_of("nvidia-smi", f"--query-gpu={','.join(_NVIDIA)}", *common)
     values = [value.strip() for value in whole.split(",")]
     if len(values) == len(_NVIDIA):
         return dict(zip(_NVIDIA, values, strict=True))
-    single = {name: _answer("nvidia-smi", f"--query-gpu={name}", *common) for name in _NVIDIA}
+    single = {name: output_of("nvidia-smi", f"--query-gpu={name}", *common) for name in _NVIDIA}
     return {name: text for name, text in single.items() if text}
-
-
-def _answer(*command: str) -> str:
-    """Output of a program; empty if it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ANSWER_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
 
 
 def scrubbed(record: Mapping[str, object]) -> JsonObject:

@@ -19,6 +19,7 @@ from typing import Annotated
 
 from ...common.errors import ProfileError
 from ...common.options import Option, folder, seconds_of
+from ...common.types import JsonMapping, JsonObject
 
 #: Specification of a case: sizes and words by name.
 Spec = Mapping[str, object]
@@ -30,8 +31,6 @@ REPLICATE = "#"
 _LONG_PART = 1 / 50
 #: Suffixes of given programs.
 _PROGRAMS = (".mlir", ".mlir.gz", ".hlo", ".hlo.gz", ".stablehlo", ".mlirbc")
-
-
 #: Fraction of the budget that a stage gets in one go, since a change of worker costs seconds.
 TURN_PART = 1 / 8
 #: Guessed seconds until a worker measures, and for finding the device.
@@ -223,7 +222,7 @@ def load_plan(platform: str, programs: Path | None = None, budget_s: float = mat
     return Plan(entries, shares, estimates)
 
 
-def _given(folder: Path | None) -> list[dict[str, object]]:
+def _given(folder: Path | None) -> list[JsonObject]:
     if folder is None:
         return []
     files = [p for p in sorted(folder.rglob("*")) if p.name.endswith(_PROGRAMS)]
@@ -240,29 +239,23 @@ def _given(folder: Path | None) -> list[dict[str, object]]:
     ]
 
 
-def _entry(data: Mapping[str, object], given: Sequence[Spec], budget_s: float) -> Entry:
+def _entry(data: JsonMapping, given: Sequence[JsonObject], budget_s: float) -> Entry:
     """Create the cases of an entry: listed ones, the product of a grid, and given programs."""
-    common = _table(data.get("all", {}))
-    specs = [common | _table(spec) for spec in _list(data.get("cases", []))]
-    for grid in _list(data.get("grids", [])):
-        axes = _table(grid)
-        names = list(axes)
-        values = [v if isinstance(v, list) else [v] for v in axes.values()]
-        specs += [
-            common | dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)
-        ]
-    specs += [common | dict(spec) for spec in given]
-    block = int(str(data.get("block", 1)))
-    runs = [_table(run) for run in _list(data["runs"])]
+    specs = list(data.get("cases", []))
+    for grid in data.get("grids", []):
+        values = [v if isinstance(v, list) else [v] for v in grid.values()]
+        specs += [dict(zip(grid, chosen, strict=True)) for chosen in itertools.product(*values)]
+    specs = [data.get("all", {}) | spec for spec in (*specs, *given)]
+    block, runs = data.get("block", 1), data["runs"]
     for run in runs:
         if "seconds" in run:
-            run["seconds"] = min(float(str(run["seconds"])), budget_s * _LONG_PART)
+            run["seconds"] = min(float(run["seconds"]), budget_s * _LONG_PART)
     cases: list[Case] = []
     for start in range(0, len(specs), block):
         # Blocks of several kinds alternate, so that an early end has the first ones of all kinds.
         for run in runs:
             cases += [_case(data, run, spec) for spec in specs[start : start + block]]
-    again = int(str(data.get("replicates", 0)))
+    again = data.get("replicates", 0)
     # Spread over the entry, since its first cases are alike.
     step = max(1, math.ceil(len(specs) / again)) if again else 1
     for run in runs if again else ():
@@ -272,31 +265,19 @@ def _entry(data: Mapping[str, object], given: Sequence[Spec], budget_s: float) -
     return Entry(tuple(cases), block)
 
 
-def _case(data: Mapping[str, object], run: Spec, spec: Spec, mark: str = "") -> Case:
-    own = dict(spec) | {k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")}
+def _case(data: JsonMapping, run: JsonMapping, spec: JsonObject, mark: str = "") -> Case:
+    own = spec | {k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")}
     # A given program's path stays on this machine, and another budget has different seconds.
     words = "-".join(_word(n, value) for n, value in own.items() if n not in ("file", "seconds"))
-    kind, worker = str(run["kind"]), str(run["worker"])
-    key = f"{data['stage']}/{kind}/{words}{mark}"
-    return Case(key, str(data["stage"]), kind, worker, own, float(str(run.get("timeout_s", 120.0))))
+    stage, kind = data["stage"], run["kind"]
+    key = f"{stage}/{kind}/{words}{mark}"
+    return Case(key, stage, kind, run["worker"], own, float(run.get("timeout_s", 120.0)))
 
 
 def _word(name: str, value: object) -> str:
     if isinstance(value, list):
         value = "x".join(map(str, value))
     return str(value) if isinstance(value, str) else f"{name}{value}"
-
-
-def _table(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise ProfileError(f"a plan has a table where {value!r} stands")
-    return value
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise ProfileError(f"a plan has a list where {value!r} stands")
-    return value
 
 
 def forecast(plan: Plan, budget_s: float) -> Iterator[tuple[float, list[Case]]]:
@@ -328,7 +309,7 @@ def forecast(plan: Plan, budget_s: float) -> Iterator[tuple[float, list[Case]]]:
         here |= {case.key for case in block}
 
 
-def told(settings: CampaignSettings) -> list[str]:
+def outline(settings: CampaignSettings) -> list[str]:
     """Description of what a campaign would measure: every block, then the number of each kind."""
     platform = settings.device if settings.device != "auto" else "gpu"
     plan = load_plan(platform, settings.programs, settings.budget_s)

@@ -62,11 +62,12 @@ resnet101, resnext50 = partial(_resnet, (3, 4, 23, 3)), partial(_resnet, (3, 4, 
 
 
 class _ViT(nn.Module):  # type: ignore[misc]
-    def __init__(self, patch: int, width: int, heads: int, depth: int, image: int = 224) -> None:
+    def __init__(self, width: int, heads: int, depth: int) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.patches = nn.Conv2d(3, width, 16, 16)
         self.first = nn.Parameter(torch.zeros(1, 1, width))
-        self.place = nn.Parameter(torch.zeros(1, (image // patch) ** 2 + 1, width))
+        # The patches of an image of 224 x 224 pixels, and the class token.
+        self.place = nn.Parameter(torch.zeros(1, 14 * 14 + 1, width))
         self.layers = nn.ModuleList(_Layer(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 1000)
@@ -97,8 +98,8 @@ class _Layer(nn.Module):  # type: ignore[misc]
 
 
 # ViT-Ti/16, ViT-B/16 and ViT-L/16.
-vit_tiny, vit_base = partial(_ViT, 16, 192, 3, 12), partial(_ViT, 16, 768, 12, 12)
-vit_large = partial(_ViT, 16, 1024, 16, 24)
+vit_tiny, vit_base = partial(_ViT, 192, 3, 12), partial(_ViT, 768, 12, 12)
+vit_large = partial(_ViT, 1024, 16, 24)
 
 
 class _ConvNeXtBlock(nn.Module):  # type: ignore[misc]

@@ -50,6 +50,8 @@ SOURCE = "compiler:libtpu"
 #: Seconds per module after which the compiler counts as stuck: several times the duration of a
 #: round of merged programs.
 _TIMEOUT_S = 240.0
+#: Counts that a run adds up over its devices.
+_COUNTS = ("samples", "programs", "failed")
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,6 @@ def compile_dataset(
             stopped = "interrupted"
     elapsed_s = time.monotonic() - start
     return CompileResult(folder, elapsed_s=elapsed_s, stopped=stopped, **_totals(runs))
-
-
-_COUNTS = ("samples", "programs", "failed")
 
 
 def _totals(runs: Sequence[_DeviceRun]) -> dict[str, int]:

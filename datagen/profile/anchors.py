@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 #: Length of a chain of dependent multiplications and additions for one core, on so few elements
 #: that XLA's CPU backend keeps them on one thread.
 _STEPS = 256
+#: Slow-down of the anchors relative to their best recent values that reveals another process: above
+#: their usual spread on a quiet host, below the factor of two of a shared core (engineering
+#: estimate; not fitted).
+DISTURBED = 1.35
+#: Number of recent values: ten minutes at one check per half minute, so that a slow drift of the
+#: clock with temperature does not count as a disturbance.
+_RECENT = 20
+#: Number of readings whose geometric mean is the machine's speed at a time: the two speeds of a
+#: processor that is shared with a neighbour alternate within seconds.
+READINGS = 6
 
 
 def _single() -> str:
@@ -39,14 +49,6 @@ def _single() -> str:
 #: Anchors by name.
 ANCHORS: dict[str, str] = own_data("datagen/profile/anchors.toml") | {"single": _single()}
 
-#: Slow-down of the anchors relative to their best recent values that reveals another process: above
-#: their usual spread on a quiet host, below the factor of two of a shared core (engineering
-#: estimate; not fitted).
-DISTURBED = 1.35
-#: Number of recent values: ten minutes at one check per half minute, so that a slow drift of the
-#: clock with temperature does not count as a disturbance.
-_RECENT = 20
-
 
 def anchor_items() -> list[Item]:
     """Anchors as items of a plan."""
@@ -54,11 +56,6 @@ def anchor_items() -> list[Item]:
         Item("given", i, name=f"anchor-{name}", family="anchor", text=text)
         for i, (name, text) in enumerate(ANCHORS.items())
     ]
-
-
-#: Number of readings whose geometric mean is the machine's speed at a time: the two speeds of a
-#: processor that is shared with a neighbour alternate within seconds.
-READINGS = 6
 
 
 def read_anchors(

@@ -24,6 +24,8 @@ _NVIDIA_FIELDS = (
 )
 #: Linux describes the caches of every processor here; processor 0 stands for all.
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+#: Seconds that a program gets to answer: a broken driver may hang.
+_ANSWER_S = 10.0
 
 
 def describe_host() -> dict[str, object]:
@@ -50,7 +52,7 @@ def describe_host() -> dict[str, object]:
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         # Allocator and page size determine page faults, and thus times on a CPU.
         "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
-        "huge_pages": _first_line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "huge_pages": first_line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "nvidia": nvidia_smi(),
     }
 
@@ -87,13 +89,13 @@ def cpu_caches() -> dict[int, tuple[float, int]]:
     """The CPU's data caches by level: bytes of one, and number of logical cores that share it."""
     caches = {}
     for folder in sorted(_CACHES.glob("index*")):
-        if _first_line(folder / "type") == "Instruction":
+        if first_line(folder / "type") == "Instruction":
             continue
-        size = _first_line(folder / "size")
+        size = first_line(folder / "size")
         unit = {"K": 1024, "M": 1024**2, "G": 1024**3}.get(size[-1:], 0)
-        shared = _first_line(folder / "shared_cpu_list")
+        shared = first_line(folder / "shared_cpu_list")
         if unit and shared:
-            level = int(_first_line(folder / "level"))
+            level = int(first_line(folder / "level"))
             caches[level] = (float(size[:-1]) * unit, _count(shared))
     return caches
 
@@ -117,30 +119,42 @@ def clock_hz() -> float:
     if jax.devices()[0].platform != "cpu":
         sm = nvidia_smi().get("clocks.sm", "").split(" ")[0]
         return float(sm) * 1e6 if sm.isdigit() else 0.0
+    return 1e6 * cpu_mhz()
+
+
+def cpu_mhz() -> float:
+    """Mean clock of the CPU's cores in MHz; 0 where the system does not give it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return 0.0
     clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
-    return 1e6 * sum(clocks) / len(clocks) if clocks else 0.0
+    return sum(clocks) / len(clocks) if clocks else 0.0
 
 
 def nvidia_smi() -> dict[str, str]:
     """Driver, clocks and power of the first NVIDIA GPU; empty if there is none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    query = [program, f"--query-gpu={','.join(_NVIDIA_FIELDS)}", "--format=csv,noheader", "--id=0"]
-    # A broken driver may hang: without an answer the record does without these figures.
+    query = f"--query-gpu={','.join(_NVIDIA_FIELDS)}"
+    answer = output_of("nvidia-smi", query, "--format=csv,noheader", "--id=0")
+    values = [value.strip() for value in answer.split(",")]
+    return dict(zip(_NVIDIA_FIELDS, values, strict=False)) if answer else {}
+
+
+def output_of(*command: str) -> str:
+    """Output of a program; empty if it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ANSWER_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
-        return {}
-    values = [value.strip() for value in answer.stdout.strip().split(",")]
-    return dict(zip(_NVIDIA_FIELDS, values, strict=False))
+        return ""
+    return done.stdout.strip()
 
 
-def _first_line(path: Path) -> str:
+def first_line(path: Path) -> str:
+    """First line of a file of the system; empty if it cannot be read."""
     try:
         return path.read_text().split("\n", 1)[0].strip()
     except OSError:

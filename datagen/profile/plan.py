@@ -30,6 +30,9 @@ DEFAULT_MIX: dict[str, float] = {"op": 0.35, "random": 0.35, "zoo": 0.30}
 #: Programs measured together in one trace session; models are measured alone.
 BATCH_SIZES: dict[str, int] = {"op": 12, "random": 4, "zoo": 1, "given": 4}
 _REPLICATE = "#"
+#: Fraction of the budget that may be spent waiting for a quiet machine; on one that is never quiet,
+#: noisy labels (which the run record counts) are better than none.
+PATIENCE = 0.15
 
 
 @dataclass(frozen=True)
@@ -242,11 +245,6 @@ def zoo_suite(name: str) -> list[tuple[str, dict[str, Setting]]]:
     from ..zoo import suite
 
     return list(suite(name))
-
-
-#: Fraction of the budget that may be spent waiting for a quiet machine; on one that is never quiet,
-#: noisy labels (which the run record counts) are better than none.
-PATIENCE = 0.15
 
 
 @dataclass(frozen=True)

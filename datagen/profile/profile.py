@@ -24,7 +24,16 @@ from ..dataset_folder import FAILURES, add_failures, read_failures, run_records
 from .plan import DEFAULT_MIX, ProfileResult, ProfileSettings, given_items
 from .run import ProfileRun
 
+logger = logging.getLogger(__name__)
+
 DEVICES = ("local", "cpu", "gpu", "tpu")
+#: Seconds that a host measures before it returns its rows. Restarting (a process, the ceilings of
+#: the device, anchors) costs a few per cent of it. Engineering choice.
+PIECE_S = 300.0
+#: Remaining budget in seconds that is too short to start for: the anchors alone take longer.
+_LEAST_S = 1.0
+#: Key in a run's record for the host that made it.
+FLEET = "fleet"
 
 
 def profile(
@@ -69,17 +78,6 @@ def _check(settings: ProfileSettings) -> None:
         raise ProfileError("a plan without an end needs a budget", hint="give budget_s")
 
 
-logger = logging.getLogger(__name__)
-
-#: Seconds that a host measures before it returns its rows. Restarting (a process, the ceilings of
-#: the device, anchors) costs a few per cent of it. Engineering choice.
-PIECE_S = 300.0
-#: Remaining budget in seconds that is too short to start for: the anchors alone take longer.
-_LEAST_S = 1.0
-#: Key in a run's record for the host that made it.
-FLEET = "fleet"
-
-
 @dataclass(frozen=True)
 class Piece:
     """Work for one host in one go.
@@ -120,12 +118,9 @@ def measure_piece(piece: Piece) -> Measured:
         before = len(read_failures(folder))
         result = profile(folder, own, progress=False, device_spec=piece.device_spec)
         made = [p for p in sorted(folder.iterdir()) if p.name not in (*piece.known, FAILURES)]
-        files = {p.name: p.read_bytes() for p in made if p.suffix == ".parquet" or _is_record(p)}
+        kept = (p for p in made if p.suffix == ".parquet" or p.match("run-*.json"))
+        files = {p.name: p.read_bytes() for p in kept}
         return Measured(files, read_failures(folder)[before:], result)
-
-
-def _is_record(path: Path) -> bool:
-    return path.name.startswith("run-") and path.suffix == ".json"
 
 
 def profile_fleet(

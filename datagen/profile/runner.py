@@ -37,6 +37,13 @@ DEFAULT_CACHE_BYTES = 32e6
 #: large ones exceed it by themselves.
 _MAX_SETS = 8
 _MAX_ROTATED_BYTES = 256e6
+#: Ratio of a reading to the best one up to which the machine counts as undisturbed (engineering
+#: estimate; not fitted).
+STEADY = 1.4
+# 0.5 MB of f32, which XLA's CPU backend spreads over several threads; 40 kernels in a row, because
+# one of them is shorter than the timer's noise. A reading is the median of 3 runs; 30 readings at
+# the start find the machine's best.
+_ELEMENTS, _CHAIN, _RUNS, _FIRST = 131072, 40, 3, 30
 
 
 def first_runs(seconds: float) -> int:
@@ -160,15 +167,6 @@ def _put(host: Sequence[Host]) -> list[jax.Array]:
         arrays: list[jax.Array] = jax.device_put(list(host))
     wait(arrays)
     return arrays
-
-
-#: Ratio of a reading to the best one up to which the machine counts as undisturbed (engineering
-#: estimate; not fitted).
-STEADY = 1.4
-# 0.5 MB of f32, which XLA's CPU backend spreads over several threads; 40 kernels in a row, because
-# one of them is shorter than the timer's noise. A reading is the median of 3 runs; 30 readings at
-# the start find the machine's best.
-_ELEMENTS, _CHAIN, _RUNS, _FIRST = 131072, 40, 3, 30
 
 
 class Pulse:

@@ -25,6 +25,8 @@ _LEAST_BYTES = 64e3
 _LEAST_FLOPS = 1e6
 #: Drafts of one op, each at 0.6 of the limits of the previous one.
 _ATTEMPTS = 16
+#: Weights of frequent element-wise ops; the others have 0.25 each.
+_COMMON_ELEMENTWISE = {"add": 2.0, "multiply": 2.0, "exponential": 1.0, "tanh": 1.0, "divide": 1.0}
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,6 @@ class OpKind:
 
     weight: float
     build: Callable[[Draws], Draft]
-
-
-#: Weights of frequent element-wise ops; the others have 0.25 each.
-_COMMON_ELEMENTWISE = {"add": 2.0, "multiply": 2.0, "exponential": 1.0, "tanh": 1.0, "divide": 1.0}
 
 
 def _builder(function: str) -> Callable[[Draws], Draft]:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...features.operators.schema import BLOCKS
-from .packs import BLOCK_TABLES, doubted, kind_of, pack_data
+from .packs import BLOCK_TABLES, doubted, kind_of, numbers, pack_data
 
 #: Width of a shared expert if the table gives none, and of the feed-forward layer of Llama 8B.
 _SHARED, _LLAMA_INNER = 512, 14336
@@ -85,9 +85,9 @@ def _attention_moe(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     rows["op"] = np.where(experts, rows["op"], table["family"].astype(str))
     rows["distribution"] = _texts(table, "detail")
     for column in BLOCKS["batch/attention"]:
-        rows[column] = _numbers(table, column)
+        rows[column] = numbers(table, column)
     for column in BLOCKS["layer/experts"]:
-        rows[column] = _numbers(table, column, 1.0 if column in ("ep", "topk") else 0.0)
+        rows[column] = numbers(table, column, 1.0 if column in ("ep", "topk") else 0.0)
     spread: pd.Series = rows["tokens"] * rows["topk"] / np.maximum(rows["ep"], 1)
     rows["routed"] = np.where(rows["routed"] > 0, rows["routed"], spread)
     return rows
@@ -98,8 +98,8 @@ def _layers(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     hidden, heads, groups, width = (
         _of_models(table, "dense")[c].to_numpy() for c in ("hidden", "heads", "groups", "width")
     )
-    tp = _numbers(table, "tp", 1.0)
-    tokens = _numbers(table, "tokens")
+    tp = numbers(table, "tp", 1.0)
+    tokens = numbers(table, "tokens")
     columns = {
         "attn_pre_proj": ((heads + 2 * groups) * width / tp, hidden),
         "attn_post_proj": (hidden, heads * width / tp),
@@ -108,7 +108,7 @@ def _layers(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
         "sum:q+o+gate+up+down": ((2 * hidden + 3 * _LLAMA_INNER) / tp, hidden),
         "sum:up+down": (np.full(len(tp), 2 * _LLAMA_INNER) / tp, hidden),
     }
-    n, k, m = (_numbers(table, c) for c in ("n", "k", "m"))
+    n, k, m = (numbers(table, c) for c in ("n", "k", "m"))
     for name, (wide, deep) in columns.items():
         lacking = (layer == name).to_numpy() & (n == 0)
         n, k = np.where(lacking, wide, n), np.where(lacking, deep, k)
@@ -119,9 +119,9 @@ def _layers(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     rows["distribution"] = _texts(table, "model")
     rows["m"], rows["n"], rows["k"] = np.where(m > 0, m, tokens), np.ceil(n), np.ceil(k)
     wide = np.where(layer == "attn_rope", (heads + groups) * width / tp, hidden)
-    cols = _numbers(table, "cols")
+    cols = numbers(table, "cols")
     rows["cols"] = np.ceil(np.where(cols > 0, cols, wide))
-    own = _numbers(table, "rows")
+    own = numbers(table, "rows")
     rows["rows"] = np.where(own > 0, own, tokens)
     return rows
 
@@ -139,11 +139,11 @@ def _new_attention(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     for name, values in _of_models(table, "sparse").items():
         rows[name] = values
     _only_stages(rows, family.to_numpy(object))
-    heads = _numbers(table, "num_heads")
-    rows["batch"] = _numbers(table, "batch", 1.0)
-    rows["heads"], rows["q_len"] = heads, _numbers(table, "q_len")
-    rows["kv_history"] = _numbers(table, "kv_history")
-    rows["ratio"] = _numbers(table, "compress_ratio", 1.0)
+    heads = numbers(table, "num_heads")
+    rows["batch"] = numbers(table, "batch", 1.0)
+    rows["heads"], rows["q_len"] = heads, numbers(table, "q_len")
+    rows["kv_history"] = numbers(table, "kv_history")
+    rows["ratio"] = numbers(table, "compress_ratio", 1.0)
     # MiniMax-M3 shares keys among 16 query heads, the others among all of a rank.
     rows["groups"] = np.where(family == "msa", np.maximum(heads / 16, 1), 1.0).round()
     mamba = (family == "mamba2").to_numpy()
@@ -153,12 +153,12 @@ def _new_attention(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
         ("value_heads", "num_v_heads", "num_heads"),
         ("value_dim", "head_v_dim", "head_dim"),
     ):
-        rows[column] = np.where(mamba, _numbers(table, other), _numbers(table, own))
-    tokens, length = _numbers(table, "num_tokens"), _numbers(table, "seq_len")
+        rows[column] = np.where(mamba, numbers(table, other), numbers(table, own))
+    tokens, length = numbers(table, "num_tokens"), numbers(table, "seq_len")
     rows["seq_len"] = np.where(length > 0, length, np.ceil(tokens / rows["batch"]))
-    rows["chunk"] = _numbers(table, "chunk_size")
-    rows["rows"], rows["cols"] = tokens, _numbers(table, "hidden")
-    rows["copies"] = _numbers(table, "hc_mult", 1.0)
+    rows["chunk"] = numbers(table, "chunk_size")
+    rows["rows"], rows["cols"] = tokens, numbers(table, "hidden")
+    rows["copies"] = numbers(table, "hc_mult", 1.0)
     return rows
 
 
@@ -191,10 +191,3 @@ def _texts(table: pd.DataFrame, column: str) -> np.ndarray:
     if column not in table:
         return np.full(len(table), "", object)
     return table[column].astype(object).fillna("").astype(str).to_numpy(object)
-
-
-def _numbers(table: pd.DataFrame, column: str, default: float = 0.0) -> np.ndarray:
-    """A column's numbers, float64, with ``default`` for missing values."""
-    if column not in table:
-        return np.full(len(table), default)
-    return pd.to_numeric(table[column]).to_numpy(np.float64, na_value=default)

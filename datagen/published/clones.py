@@ -90,11 +90,15 @@ def _pattern(layout: Layout) -> re.Pattern[str]:
     return re.compile(path)
 
 
+def digest_of(origin: str) -> str:
+    """Part of the names of a table's shards and rows, from its path: stable in resumed imports."""
+    return hashlib.sha256(origin.encode()).hexdigest()[:8]
+
+
 def _file(
     stem: str, letter: str, path: Path, origin: str, read: Callable[[], pd.DataFrame]
 ) -> CloneFile:
-    # Names of shards and rows come from the path, so that an import resumes and ids are stable.
-    digest = hashlib.sha256(origin.encode()).hexdigest()[:8]
+    digest = digest_of(origin)
 
     def rows() -> pd.DataFrame:
         try:

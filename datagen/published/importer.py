@@ -36,8 +36,8 @@ from ...features.operators.columns import texts_of
 from ...features.operators.hlo import op_texts
 from ...features.operators.query import with_defaults
 from ...features.operators.schema import KERNEL_KINDS, methods, sources
-from .clones import CloneFile, clone_files, with_split
-from .packs import CONV_FILE, PRODUCT_FILES, training_convs, training_products
+from .clones import CloneFile, clone_files, digest_of, with_split
+from .packs import CONV_FILE, PRODUCT_FILES, numbers, training_convs, training_products
 
 #: Files of operators, of either pack.
 OPERATOR_FILES = tuple(f"{own.table}.parquet" for own in sources().values() if own.table)
@@ -130,13 +130,11 @@ def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]
         return len(found), _cut(found)
     if not folder.exists():
         raise DatasetError("no such folder or table", where=str(folder))
-    expected = "expected "
-    expected += ", ".join((*OPERATOR_FILES, *PRODUCT_FILES, CONV_FILE))
     clones = [own.clone["name"] for own in sources().values() if own.clone]
-    expected += (
-        f", a clone of {', '.join(clones[:-1])} or {clones[-1]}, or a CSV or parquet table with "
+    expected = (
+        f"expected {', '.join((*OPERATOR_FILES, *PRODUCT_FILES, CONV_FILE))}, a clone of "
+        f"{', '.join(clones[:-1])} or {clones[-1]}, or a CSV or parquet table with {', '.join(OWN)}"
     )
-    expected += ", ".join(OWN)
     raise DatasetError("no operator table here", where=str(folder), hint=expected)
 
 
@@ -153,8 +151,7 @@ def _own(folder: Path) -> list[CloneFile]:
 
 
 def _own_file(path: Path, origin: str) -> CloneFile:
-    # Names of shards and rows come from the path, so that an import resumes and ids are stable.
-    digest = hashlib.sha256(origin.encode()).hexdigest()[:8]
+    digest = digest_of(origin)
 
     def rows() -> pd.DataFrame:
         table = read_table(path)
@@ -274,7 +271,7 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
     device = rows["device"].map({name: spec.name for name, spec in devices.items()})
     runs = rows["source"].astype(str) + "-" + device
     median = rows["latency_us"].to_numpy(np.float64)
-    spread = _numbers(rows, "latency_std_us", 0.0)
+    spread = numbers(rows, "latency_std_us")
     kind: str | pd.Series = KERNEL_KINDS[group]
     if group == "pointwise":
         kind = rows["op"].map(_KIND_OF_OP).fillna(kind)
@@ -287,7 +284,7 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
             "dtype": rows["dtype"].map(_DTYPE).fillna(rows["dtype"]),
             "device": device,
             # The minimum, if published, is used as the 10 % quantile.
-            "latency_us_p10": np.fmin(_numbers(rows, "latency_min_us", np.inf), median),
+            "latency_us_p10": np.fmin(numbers(rows, "latency_min_us", np.inf), median),
             "latency_us_p50": median,
             # 1.2816 standard deviations: the 90 % quantile of a normal distribution.
             "latency_us_p90": median + 1.2816 * spread,
@@ -308,12 +305,6 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
 
 def _repeats() -> dict[str, int]:
     return {name: source.repeats for name, source in sources().items()}
-
-
-def _numbers(rows: pd.DataFrame, column: str, default: float) -> np.ndarray:
-    if column not in rows:
-        return np.full(len(rows), default)
-    return rows[column].fillna(default).to_numpy(np.float64)
 
 
 def _write_runs(out: Path, part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> None:

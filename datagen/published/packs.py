@@ -26,6 +26,15 @@ from ...features.operators.schema import PARAMETERS, faulty, methods, sources
 #: Kinds whose rows are matrix products, and kinds of layers or blocks of models.
 PRODUCTS = ("matmul", "gemm")
 BLOCK_TABLES = ("attention_moe", "layers", "new_attention")
+#: Files that an import reads besides operator tables: of products, and of convolutions.
+PRODUCT_FILES, CONV_FILE = ("matmul.csv.gz", "gemm.parquet"), "conv.parquet"
+#: Columns that identify a product of a source.
+_SHAPE = (
+    *("source", "device", "dtype", "b", "m", "n", "k"),
+    *("trans_a", "trans_b", "preshuffled"),
+)
+#: Sizes of convolutions: all parameters but the last, which the layout gives.
+CONV_SIZES = PARAMETERS["conv_nd"][:-1]
 
 
 @dataclass(frozen=True)
@@ -85,17 +94,6 @@ def files_of(folder: Path, kind: str) -> list[Path]:
     return []
 
 
-#: Files that an import reads besides operator tables: of products, and of convolutions.
-PRODUCT_FILES, CONV_FILE = ("matmul.csv.gz", "gemm.parquet"), "conv.parquet"
-#: Columns that identify a product of a source.
-_SHAPE = (
-    *("source", "device", "dtype", "b", "m", "n", "k"),
-    *("trans_a", "trans_b", "preshuffled"),
-)
-#: Sizes of convolutions: all parameters but the last, which the layout gives.
-CONV_SIZES = PARAMETERS["conv_nd"][:-1]
-
-
 def product_rows(table: pd.DataFrame) -> pd.DataFrame:
     """Convert a table of products to the schema of operator tables.
 
@@ -142,6 +140,13 @@ def conv_rows(table: pd.DataFrame) -> pd.DataFrame:
     rows["family"] = "conv"
     rows["channels_last"] = table["layout"].astype(str).map(pack_data()["channels_last"]).to_numpy()
     return rows
+
+
+def numbers(table: pd.DataFrame, column: str, default: float = 0.0) -> np.ndarray:
+    """A column's numbers, float64, with ``default`` for missing values and a missing column."""
+    if column not in table:
+        return np.full(len(table), default)
+    return pd.to_numeric(table[column]).to_numpy(np.float64, na_value=default)
 
 
 def _named(table: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:

@@ -20,6 +20,8 @@ from .trace import Collective, Operator, TraceKernel
 
 Row = dict[str, str | int]
 _Make = Callable[[Operator, str], Row | None]
+#: Operators of PyTorch that have a row or a class.
+_DATA: Any = own_data("datagen/traces/operators.toml")
 
 
 def _product(left: Sequence[int], right: Sequence[int], dtype: str) -> Row | None:
@@ -136,7 +138,6 @@ def _convolution(call: Operator, dtype: str) -> Row | None:
     return row
 
 
-_DATA: Any = own_data("datagen/traces/operators.toml")
 #: Converters from a call to a row, by the family named in the data file.
 _MAKERS: Mapping[str, Callable[..., _Make]] = {
     "product": _mm,

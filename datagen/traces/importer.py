@@ -35,6 +35,11 @@ _EXPECTED = (
     "expected xplane.pb (or the log directory) of jax.profiler, .json or .json.gz of "
     "torch.profiler, .sqlite or .csv of nsys"
 )
+#: Source of the samples, and of the rows of operators. It specifies no timing method, so the rows
+#: are sums of kernels.
+SOURCE = "trace"
+#: Every fifth operator, in the order of its digest, is in the test split.
+_FOLDS = 5
 
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:
@@ -91,13 +96,6 @@ def read_trace(path: Path, moved: Callable[[int, int], None] = lambda done, tota
     if name.endswith((".json", ".json.gz")):
         return read_kineto(path, moved)
     raise DatasetError("a trace of no known format", where=str(path), hint=_EXPECTED)
-
-
-#: Source of the samples, and of the rows of operators. It specifies no timing method, so the rows
-#: are sums of kernels.
-SOURCE = "trace"
-#: Every fifth operator, in the order of its digest, is in the test split.
-_FOLDS = 5
 
 
 @dataclass(frozen=True)

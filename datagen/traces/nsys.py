@@ -43,6 +43,8 @@ _TYPES = (
     (re.compile(r"e4m3", re.IGNORECASE), "c10::Float8_e4m3fn"),
     (re.compile(r"sgemm|tf32|f32|float|_s_", re.IGNORECASE), "float"),
 )
+#: Nanoseconds of each unit.
+_UNITS = {"ns": 1.0, "us": 1e3, "μs": 1e3, "ms": 1e6, "s": 1e9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +225,6 @@ def read_nsys_csv(path: Path) -> Trace:
 def _plain(column: str) -> str:
     """Column name without its unit, such as ``duration`` for ``Duration (ns)``."""
     return re.sub(r"\s*\(.*\)", "", column).strip().lower()
-
-
-_UNITS = {"ns": 1.0, "us": 1e3, "μs": 1e3, "ms": 1e6, "s": 1e9}
 
 
 def _scale(column: str) -> float:

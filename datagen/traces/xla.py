@@ -21,7 +21,7 @@ from ...common.wire import fields
 from ...features.ir.hlo_reader import parse_hlo
 from ...features.ir.program import Program
 from ...features.ir.reader import read_program
-from ...features.kernels.kernel import Kernel, LoweredProgram
+from ...features.kernels.kernel import LoweredProgram
 from ...features.lowering.lower import lower
 from ..profile.executions import Event
 from ..profile.trace import Executed, executed, expected
@@ -253,7 +253,7 @@ def _program(
             e
             for e in device.executed.events
             if e.module == module
-            and (e.op in labelled or not _is_container(kernels.get(e.op), opcodes.get(e.op, "")))
+            and (e.op in labelled or (e.op not in kernels and opcodes.get(e.op) not in _CONTAINERS))
         ]
         found = Executed(device.executed.platform, own).durations(executions, reads)
         for (_, name), seconds in found.items():
@@ -267,10 +267,6 @@ def _program(
             ]
     counted = _counted(lowered, durations, len(runs))
     return TracedProgram(module, counted, dict(durations), runs, dict(unmatched))
-
-
-def _is_container(kernel: Kernel | None, opcode: str) -> bool:
-    return kernel is not None or opcode in _CONTAINERS
 
 
 def _counted(

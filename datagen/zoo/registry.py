@@ -40,6 +40,12 @@ COMMON_CHOICES: dict[str, tuple[Setting, ...]] = {
 }
 # Aliases from `opcast simulate`, which settings may use as well.
 ALIASES = {"d_model": "dim", "d_ff": "hidden", "n_layers": "layers", "sequence": "seq"}
+GROUP = "opcast.workloads"
+"""Entry points of modules with a ``FAMILY`` and a ``model``, by the family's name."""
+FORMATS = ("text", "bytecode", "portable", "jax-export")
+"""Formats that ``export`` writes."""
+BUDGETS = ("quick", "standard", "full")
+"""Suites by growing cost: "full" is "standard" and the sizes of a large accelerator."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +102,6 @@ def own_families() -> dict[str, Family]:
 
 def _tuples(lists: Mapping[str, Iterable[Any]]) -> dict[str, tuple[Any, ...]]:
     return {key: tuple(values) for key, values in lists.items()}
-
-
-GROUP = "opcast.workloads"
-"""Entry points of modules with a ``FAMILY`` and a ``model``, by the family's name."""
-
-FORMATS = ("text", "bytecode", "portable", "jax-export")
-"""Formats that ``export`` writes."""
-
-BUDGETS = ("quick", "standard", "full")
-"""Suites by growing cost: "full" is "standard" and the sizes of a large accelerator."""
 
 
 def all_families() -> dict[str, Family]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,19 +119,24 @@ class Workload:
         import jax
         from jax import export
 
-        flat = jax.tree.leaves(self.abstract_args)
-        starts = [
-            len(jax.tree.leaves(self.abstract_args[:i])) for i in range(len(self.abstract_args) + 1)
-        ]
-        donated = [i for n in self.donate_argnums for i in range(starts[n], starts[n + 1])]
-
-        def main(*values: object) -> tuple[object, ...]:
-            return tuple(jax.tree.leaves(self.function(*self.unflatten(list(values)))))
-
-        main.__name__ = self.function.__name__
+        function, arguments, donated = self.flattened()
+        function.__name__ = self.function.__name__
         backend = platform or jax.default_backend()
         return export.export(
-            jax.jit(main, donate_argnums=donated, keep_unused=True),
+            jax.jit(function, donate_argnums=donated, keep_unused=True),
             # jax.export names platforms, not backends.
             platforms=["cuda" if backend == "gpu" else backend],
-        )(*flat)
+        )(*arguments)
+
+    def flattened(self) -> tuple[Callable[..., tuple[object, ...]], list[Any], list[int]]:
+        """The function over flat arguments and results, those arguments, and the donated ones."""
+        import jax
+
+        sizes = [len(jax.tree.leaves(arg)) for arg in self.abstract_args]
+        starts = list(accumulate(sizes, initial=0))
+        donated = [i for n in self.donate_argnums for i in range(starts[n], starts[n + 1])]
+
+        def flat(*values: object) -> tuple[object, ...]:
+            return tuple(jax.tree.leaves(self.function(*self.unflatten(values))))
+
+        return flat, jax.tree.leaves(self.abstract_args), donated

@@ -18,6 +18,13 @@ from ...common.wire import fields, number, numbers, packed, read_varint, signed,
 VERSION = "0.0.4"
 #: Supported values of attributes.
 Value = int | str | bool
+#: Field numbers of an attribute's value with one number: signed, unsigned, zigzag.
+_SIGNED, _UNSIGNED, _ZIGZAG = (7, 9), (11, 13), (15, 17)
+#: Field numbers of ``AttributeProto``'s ``oneof value`` that are written.
+_INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
+#: Attributes of 32 bits, and unsigned ones; other whole numbers are ``int64``.
+_OF_32_BITS = ("comm_src", "comm_dst", "comm_tag")
+_OF_UNSIGNED = ("tensor_size",)
 
 
 class NodeType(IntEnum):
@@ -46,15 +53,6 @@ class CommType(IntEnum):
     REDUCE_SCATTER = 7
     REDUCE_SCATTER_BLOCK = 8
     BARRIER = 9
-
-
-#: Field numbers of an attribute's value with one number: signed, unsigned, zigzag.
-_SIGNED, _UNSIGNED, _ZIGZAG = (7, 9), (11, 13), (15, 17)
-#: Field numbers of ``AttributeProto``'s ``oneof value`` that are written.
-_INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
-#: Attributes of 32 bits, and unsigned ones; other whole numbers are ``int64``.
-_OF_32_BITS = ("comm_src", "comm_dst", "comm_tag")
-_OF_UNSIGNED = ("tensor_size",)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..collectives.choose import COLLECTIVES, collective_name
 from ..program.nodes import Collective, Node
@@ -273,6 +273,4 @@ class _Rank(Stream):
             + round(sum(w.bytes for w in self.gathered)),
             "kernels": int(old.attrs["kernels"]) + len(self.members),
         }
-        self.nodes[self.last] = EtNode(
-            old.id, old.name, old.type, old.deps, old.micros, {**old.attrs, **more}
-        )
+        self.nodes[self.last] = replace(old, attrs={**old.attrs, **more})

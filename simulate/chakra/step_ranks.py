@@ -190,13 +190,10 @@ class StageTrace(Stream):
 
     def send(self, name: str, message: Message, deps: set[int]) -> int:
         """Add a collective."""
-        return self._talk(name, NodeType.COMM_COLL, deps, _Talk(message))
+        return self.talk(name, NodeType.COMM_COLL, _Talk(message), deps)
 
-    def transfer(self, name: str, kind: NodeType, talk: _Talk, deps: set[int]) -> int:
-        """Add a send or a receive."""
-        return self._talk(name, kind, deps, talk)
-
-    def _talk(self, name: str, kind: NodeType, deps: set[int], talk: _Talk) -> int:
+    def talk(self, name: str, kind: NodeType, talk: _Talk, deps: set[int]) -> int:
+        """Add a collective, a send or a receive."""
         micros = max(1, round(talk.message.seconds * 1e6))
         place = self.add(name, kind, deps, micros, {})
         self.talks[place] = talk
@@ -217,22 +214,21 @@ def stage_trace(
     """
     trace = StageTrace()
     tags, takers = _tags(plan, orders), _takers(plan, orders, stage)
-    final = _last_backward(orders[stage], plan)
+    # The backward tasks of the last micro-batch, one for each chunk.
+    final = [task for task in orders[stage] if task.kind == BACKWARD][-plan.virtual :]
     for task in orders[stage]:
         for other, source in producers(stage, task, plan.pp, plan.virtual):
             if other != stage:
                 far, tag = (other - stage) * hop.group.stride, tags[other, source, stage]
                 talk = _Talk(hop, far, tag=tag)
-                trace.waits.add(
-                    trace.transfer(f"from stage {other}", NodeType.COMM_RECV, talk, set())
-                )
+                trace.waits.add(trace.talk(f"from stage {other}", NodeType.COMM_RECV, talk, set()))
         own = blocks.last if task in final else blocks.passes[task.kind]
         name = f"{NAMES[task.kind]} {task.micro}"
         _pass(trace, own, name, overlap=plan.overlap)
         for other in takers.get(task, ()):
             far, tag = (other - stage) * hop.group.stride, tags[stage, task, other]
             talk = _Talk(hop, far, tag=tag)
-            trace.transfer(f"to stage {other}", NodeType.COMM_SEND, talk, trace.ready())
+            trace.talk(f"to stage {other}", NodeType.COMM_SEND, talk, trace.ready())
     _end(trace, blocks)
     return trace
 
@@ -255,11 +251,6 @@ def _takers(plan: Plan, orders: Sequence[Order], stage: int) -> dict[Task, list[
         if source == stage:
             takers.setdefault(task, []).append(target)
     return takers
-
-
-def _last_backward(order: Order, plan: Plan) -> set[Task]:
-    """The backward tasks of the last micro-batch, one for each chunk."""
-    return set([task for task in order if task.kind == BACKWARD][-plan.virtual :])
 
 
 def _pass(trace: StageTrace, blocks: Sequence[Block], name: str, *, overlap: bool) -> None:
@@ -298,7 +289,7 @@ def _sent(trace: StageTrace, message: Message) -> list[int]:
         return [trace.send(message.name, message, trace.ready())]
     deps, talk = trace.ready(), _Talk(message, ring=True, tag=RING_TAGS + len(trace.nodes))
     return [
-        trace.transfer(message.name, kind, talk, deps)
+        trace.talk(message.name, kind, talk, deps)
         for kind in (NodeType.COMM_SEND, NodeType.COMM_RECV)
     ]
 

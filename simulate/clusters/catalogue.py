@@ -160,19 +160,15 @@ def cluster_names() -> list[str]:
     for rule in _rules("boxes").values():
         # 36 and 72 are GB200 NVL36 and NVL72 racks; the others are common boxes and parts of them.
         sizes = [n for n in (2, 4, 8, 16, 36, 72) if n <= rule["largest"]]
-        names += [
-            f"{device}-x{n}" for device in rule["devices"] for n in sizes if _has(rule, device)
-        ]
+        link = _LINKS[rule["bandwidth"]]
+        linked = [d for d in rule["devices"] if getattr(find_device(d), link)]
+        names += [f"{device}-x{n}" for device in linked for n in sizes]
     for rule in _rules("slices").values():
         sizes = [n for n in (4, 8, 16, 32, 64, 128, 256, 512) if n <= rule["largest"]]
         names += [f"{device}-x{n}" for device in rule["devices"] for n in sizes]
     for gpu, rule in _rules("dgx").items():
         names += [f"dgx-{gpu}-x{rule['per_node'] * boxes}" for boxes in (2, 4, 8, 16, 32, 128)]
     return sorted(names)
-
-
-def _has(rule: Rule, device: str) -> bool:
-    return bool(getattr(find_device(device), _LINKS[rule["bandwidth"]]))
 
 
 def _rules(name: str) -> dict[str, Rule]:

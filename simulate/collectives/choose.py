@@ -21,6 +21,9 @@ from ..clusters.topology import Cluster, Dimension, Topology
 from .one_dimension import IN_DIMENSION, allowed, fastest
 from .trees import Cost, flow_rate, leaves
 
+#: Kinds whose bytes take one route, called ``direct``: there is no algorithm to choose.
+_POINT_TO_POINT = ("collective_permute", "send_recv")
+
 
 class Collective(NamedTuple):
     """Names of a collective in other tools.
@@ -52,8 +55,6 @@ COLLECTIVES = {
 _ALIASES = {alias: name for name, own in COLLECTIVES.items() for alias in own.aliases}
 #: Algorithms that can be forced; ``auto`` takes the fastest.
 ALGORITHMS = (*IN_DIMENSION, "hierarchical", "multi_ring")
-#: Kinds whose bytes take one route, called ``direct``: there is no algorithm to choose.
-_POINT_TO_POINT = ("collective_permute", "send_recv")
 
 
 @dataclass(frozen=True)

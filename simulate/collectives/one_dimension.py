@@ -22,6 +22,9 @@ from math import ceil
 from ..clusters.topology import Dimension
 from .trees import Cost, chunk_count, flow_rate, leaves, shard_bytes, tree
 
+#: Collectives that :func:`direct` implements.
+DIRECT_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
 
 def _passed_on(dim: Dimension, edges: int, size: float) -> Cost:
     """Time of messages that every rank forwards, ``edges`` times in all.
@@ -100,10 +103,6 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
     if dim.oversubscription == 1 or not far or dim.radix == 1:
         return 2 * step, 2 * blocks * block
     return 2 * step, max((2 * blocks - 1) * block, 2 * blocks * block - dim.latency)
-
-
-#: Collectives that :func:`direct` implements.
-DIRECT_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 def one_shot(kind: str, dim: Dimension, size: float) -> Cost | None:

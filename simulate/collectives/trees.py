@@ -10,6 +10,17 @@ from ..clusters.topology import Dimension
 #: Largest group whose tree is simulated rank by rank, at a cost proportional to its ranks; larger
 #: ones use the closed form for powers of two (engineering choice).
 MOST_FOLLOWED = 256
+#: Seconds that do not depend on the bytes, and seconds that do.
+Cost = tuple[float, float]
+#: Bytes of a pipeline chunk: one of the 8 slots (``NCCL_STEPS``) of NCCL's buffer, which is
+#: 4 MiB by default (``NCCL_BUFFSIZE`` in NCCL's user guide).
+CHUNK_BYTES = 2.0**19
+#: With this many chunks each further pipeline stage adds 1/64 of the transfer, less than 2 %; more
+#: chunks would only make the message-level reference slower (engineering choice).
+MOST_CHUNKS = 64
+#: With fewer chunks a pipeline gains too little and the buffer is sent whole (engineering
+#: estimate; not fitted).
+LEAST_CHUNKS = 4
 
 
 def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
@@ -118,25 +129,6 @@ def binary_tree(n: int) -> list[int]:
 
     grow(0, n - 1, n - 1)
     return parents
-
-
-#: Seconds that do not depend on the bytes, and seconds that do.
-Cost = tuple[float, float]
-
-
-#: Bytes of a pipeline chunk: one of the 8 slots (``NCCL_STEPS``) of NCCL's buffer, which is
-#: 4 MiB by default (``NCCL_BUFFSIZE`` in NCCL's user guide).
-CHUNK_BYTES = 2.0**19
-
-
-#: With this many chunks each further pipeline stage adds 1/64 of the transfer, less than 2 %; more
-#: chunks would only make the message-level reference slower (engineering choice).
-MOST_CHUNKS = 64
-
-
-#: With fewer chunks a pipeline gains too little and the buffer is sent whole (engineering
-#: estimate; not fitted).
-LEAST_CHUNKS = 4
 
 
 def chunk_count(size: float) -> int:

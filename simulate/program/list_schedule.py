@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+#: Worker number of kernels that occupy none because they have no duration.
+NO_WORKER = -1
+
 
 class Dependencies:
     """Counts the operands that each node still waits for (Kahn, CACM 5, 1962).
@@ -42,10 +45,6 @@ class Dependencies:
             if not self._waiting[reader]:
                 released.append(reader)
         return released
-
-
-#: Worker number of kernels that occupy none because they have no duration.
-NO_WORKER = -1
 
 
 @dataclass(frozen=True)

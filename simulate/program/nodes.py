@@ -19,6 +19,14 @@ from ...features.kernels.kernel import Kernel
 from ..collectives.choose import collective_name
 from .list_schedule import Dependencies
 
+#: Maximum bytes of combined collectives: XLA's defaults on GPUs, ``kDefault…CombineThreshold`` in
+#: ``xla/service/collective_utils.h``, without their 7 odd bytes.
+THRESHOLDS = {
+    "all_reduce": 30.0 * 2**20,
+    "all_gather": 30.0 * 2**20,
+    "reduce_scatter": 30.0 * 2**20,
+}
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -202,15 +210,6 @@ def check_devices(nodes: Sequence[Node], size: int) -> None:
                 where=node.name,
                 hint="take a cluster of as many devices as the program was partitioned for",
             )
-
-
-#: Maximum bytes of combined collectives: XLA's defaults on GPUs, ``kDefault…CombineThreshold`` in
-#: ``xla/service/collective_utils.h``, without their 7 odd bytes.
-THRESHOLDS = {
-    "all_reduce": 30.0 * 2**20,
-    "all_gather": 30.0 * 2**20,
-    "reduce_scatter": 30.0 * 2**20,
-}
 
 
 def combine_all(nodes: Sequence[Node]) -> list[Node]:

@@ -11,19 +11,6 @@ from .presets import Preset, close_names, family_settings, find_preset, unsuppor
 from .settings import build, once, read_pairs, sizes_of
 from .workload import ALIASES, Workload
 
-
-def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
-    """A workload from a family or a model of ``presets.yaml``, and settings.
-
-    Raises:
-        PlanError: The family or a key is unknown, or the sizes do not fit.
-    """
-    families = family_settings()
-    known = families[family] if family in families else _named(family).settings
-    values = once(settings.items(), ALIASES, "--set")
-    return build(Workload, values, f"workload {family}", **known)
-
-
 #: Sizes that have an effect only if another one is given.
 _NEEDS = {
     "shared_experts": "experts",
@@ -35,6 +22,18 @@ _NEEDS = {
     "rope_dim": "kv_lora",
     "v_dim": "kv_lora",
 }
+
+
+def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
+    """A workload from a family or a model of ``presets.yaml``, and settings.
+
+    Raises:
+        PlanError: The family or a key is unknown, or the sizes do not fit.
+    """
+    families = family_settings()
+    known = families[family] if family in families else _named(family).settings
+    values = once(settings.items(), ALIASES, "--set")
+    return build(Workload, values, f"workload {family}", **known)
 
 
 def read_by_model(workload: Workload, given: Mapping[str, object]) -> Workload:

@@ -23,6 +23,8 @@ import numpy as np
 #: Kinds of tasks, with the letters of the zero-bubble paper: W computes weight gradients.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}
+#: Seconds as a number, or as an array of draws.
+Seconds = Any
 
 
 class Task(NamedTuple):
@@ -132,8 +134,6 @@ def _interleaved(stage: int, stages: int, micros: int, chunks: int) -> Order:
     return (*tasks, *rest)
 
 
-#: Seconds as a number, or as an array of draws.
-Seconds = Any
 #: Seconds of a task by stage and task.
 Duration = Callable[[int, Task], Seconds]
 

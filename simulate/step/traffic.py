@@ -17,6 +17,10 @@ from .layer_ops import micro_tokens
 from .plan import Group, Plan
 from .workload import Workload
 
+#: Bytes of an accumulated gradient: f32, as in Megatron-LM, because sums in 16 bits lose small
+#: contributions.
+GRADIENT_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -42,11 +46,6 @@ class Parameters:
     def times(self, factor: float) -> Parameters:
         """Multiply both counts."""
         return Parameters(self.dense * factor, self.expert * factor)
-
-
-#: Bytes of an accumulated gradient: f32, as in Megatron-LM, because sums in 16 bits lose small
-#: contributions.
-GRADIENT_BYTES = 4
 
 
 def tensor_calls(workload: Workload, plan: Plan) -> list[CommCall]:

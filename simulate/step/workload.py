@@ -28,6 +28,8 @@ ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "l
 #: simulated.
 MOST = {"layers": 10_000, "d_model": 10**6, "d_ff": 10**7, "vocab": 10**8, "seq": 10**8,
         "batch": 10**7, "heads": 10**5, "experts": 10**5}  # fmt: skip
+#: Above the error of a share of the layers as a binary number, and far below one layer.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -275,9 +277,6 @@ class Workload:
         return visible_pairs(self.seq, self.seq, window, self.causal)
 
 
-_ROUNDING = 1e-6
-
-
 @lru_cache(maxsize=4096)
 def layer_kinds(workload: Workload) -> tuple[Workload, ...]:
     """The workload of each layer, first to last.
@@ -290,7 +289,7 @@ def layer_kinds(workload: Workload) -> tuple[Workload, ...]:
     kinds = []
     for layer in range(workload.layers):
         share = workload.window_share
-        # The share of 52 in 62 layers is a fraction that binary numbers round down.
+        # Binary numbers round some shares down, such as 52 of 62 layers.
         windowed = int((layer + 1) * share + _ROUNDING) > int(layer * share + _ROUNDING)
         changes: dict[str, int | float] = {"dense_layers": 0, "window_share": 1.0}
         if layer < workload.dense_layers:

@@ -16,6 +16,16 @@ from flax import linen as nn
 from .parts import Model, Precision, Settings, block_names, filled, image_classifier, require
 
 max_pool: Any = nn.max_pool  # without annotations in flax
+EFFICIENTNET_STAGES = (
+    (1, 16, 1, 1, 3),
+    (6, 24, 2, 2, 3),
+    (6, 40, 2, 2, 5),
+    (6, 80, 3, 2, 3),
+    (6, 112, 3, 1, 5),
+    (6, 192, 4, 2, 5),
+    (6, 320, 1, 1, 3),
+)
+"""Expansion, channels, repeats, stride and kernel size of each stage of b0."""
 
 
 class ResNetBlock(nn.Module):
@@ -126,18 +136,6 @@ def model_convnext(s: Settings) -> Model:
     image = s["image"]
     require(image >= 32, f"an image of {image} vanishes in four stages", "use image of 32 or more")
     return image_classifier(filled(ConvNeXt, s), s, weight_decay=0.05)
-
-
-EFFICIENTNET_STAGES = (
-    (1, 16, 1, 1, 3),
-    (6, 24, 2, 2, 3),
-    (6, 40, 2, 2, 5),
-    (6, 80, 3, 2, 3),
-    (6, 112, 3, 1, 5),
-    (6, 192, 4, 2, 5),
-    (6, 320, 1, 1, 3),
-)
-"""Expansion, channels, repeats, stride and kernel size of each stage of b0."""
 
 
 def scaled_channels(channels: int, width: float) -> int:

@@ -25,6 +25,9 @@ from .parts import (
 Cache = dict[str, jax.Array] | None
 """Keys and values (batch, cache, kv_heads, d) of one layer."""
 
+Pair = tuple[jax.Array, jax.Array]
+"""Decay and increment of a first-order recurrence."""
+
 
 def attend_grouped(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array
@@ -232,10 +235,6 @@ def model_llama_decode(s: Settings) -> Model:
         "caches": [{"key": cached, "value": cached}] * s["layers"],
     }
     return Model(filled(Llama, s), inputs, state="caches")
-
-
-Pair = tuple[jax.Array, jax.Array]
-"""Decay and increment of a first-order recurrence."""
 
 
 def selective_scan(

@@ -19,6 +19,9 @@ from .parts import (
     tokens,
 )
 
+EPSILON = 1e-12
+"""Epsilon of BERT's layer norms."""
+
 
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
@@ -114,10 +117,6 @@ class ViT(nn.Module):
         for _ in range(self.layers):
             x = Block(self.heads, self.hidden, p)(x)
         return p.dense(self.classes)(p.layer_norm()(x)[:, 0])
-
-
-EPSILON = 1e-12
-"""Epsilon of BERT's layer norms."""
 
 
 class PostNormBlock(nn.Module):

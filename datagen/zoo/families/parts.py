@@ -129,11 +129,11 @@ class Precision:
         """Group norm with ``groups`` groups of channels."""
         return nn.GroupNorm(groups, dtype=self.compute, param_dtype=self.params)
 
-    def batch_norm(self, train: bool, momentum: float = 0.9) -> nn.BatchNorm:
+    def batch_norm(self, train: bool) -> nn.BatchNorm:
         """Batch norm that updates its running statistics in training."""
         return nn.BatchNorm(
             use_running_average=not train,
-            momentum=momentum,
+            momentum=0.9,
             epsilon=1e-5,
             dtype=self.compute,
             # Running statistics in bf16 would lose small updates.

@@ -18,7 +18,7 @@ from opcast.datagen.campaign.plan import (
     Plan,
     forecast,
     load_plan,
-    told,
+    outline,
 )
 from opcast.datagen.zoo import parse_settings, resolve
 
@@ -169,7 +169,7 @@ def test_a_budget_is_told_beforehand_and_shortens_long_runs() -> None:
                 for own in found.values()]  # fmt: skip
     assert programs[0] >= 8
     assert programs[2] >= 40
-    lines = told(CampaignSettings(Path("unused"), 780.0))
+    lines = outline(CampaignSettings(Path("unused"), 780.0))
     assert lines[0].startswith("plan for a gpu, 13 minutes")
     assert any(line.startswith("programs (traced): ") for line in lines)
 
