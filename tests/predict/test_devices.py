@@ -146,7 +146,7 @@ def test_intervals_hold_the_ceilings_of_earlier_measurements(device, predictor, 
         assert own.hi_us == pytest.approx(before.hi_us / 0.75)
         assert own.lo_us == pytest.approx(before.lo_us / 1.2)
     (note,) = set(found.notes) - set(plain.notes)
-    assert "0.83 to 1.33 times the time: intervals hold them" in note
+    assert "0.83 to 1.33 times the time: intervals include them" in note
 
 
 def test_predictions_follow_the_present_speed(device, predictor, step_file):

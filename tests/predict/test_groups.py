@@ -68,7 +68,7 @@ def test_layers_that_end_in_a_number_are_starred_where_they_are_alike():
 
 
 def test_other_keys_are_refused_and_nothing_is_no_group():
-    with pytest.raises(OpcastError, match="not put together by 'file'") as told:
+    with pytest.raises(OpcastError, match="cannot be grouped by 'file'") as told:
         grouped(KERNELS, "file")
     assert "line, module, kind, phase" in told.value.hint
     assert grouped([], "line") == []

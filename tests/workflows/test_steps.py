@@ -259,7 +259,7 @@ def test_steps_below_their_floor_or_far_off_teach_nothing(tmp_path: Path) -> Non
 def test_one_run_is_not_taken_for_two(tmp_path: Path) -> None:
     file = tmp_path / "runs.csv"
     pd.concat([table(), table().tail(1)]).assign(step_s=1.0).to_csv(file, index=False)
-    with pytest.raises(DatasetError, match="the id 'r5' names several rows"):
+    with pytest.raises(DatasetError, match="the id 'r5' is used by several rows"):
         read_cases(file, "steps")
 
 

@@ -197,7 +197,7 @@ def test_ties_are_said() -> None:
     assert "2 candidates share the first place of 1 kernels" in ties_note(ranked)
     assert ties_note(rank_configurations(candidates(), TileModel.find())) == ""
     at_ceiling = ranked.assign(of_ceiling=1.0)
-    assert "2 of them at the least time" in ties_note(at_ceiling)
+    assert "2 of them at the minimum time" in ties_note(at_ceiling)
 
 
 def test_the_documented_example_is_ranked() -> None:

@@ -243,7 +243,7 @@ def test_a_gpu_of_no_known_generation_is_said_to_be_one(tmp_path):
         asked = "linear m=64 n=16384 k=8192 dtype=bf16"
         return " ".join(predict_op(OperatorCase(asked, str(path))).notes)
 
-    assert "a GPU of NVIDIA of no known generation" in said("")
+    assert "a GPU of NVIDIA of unknown generation" in said("")
     assert "`architecture:`" in said("vendor: AMD\n") and "cdna4" in said("vendor: AMD\n")
     assert "'hoper', which has no rules" in said("architecture: hoper\n")
     assert said("architecture: hoper\n").endswith("(hopper)")

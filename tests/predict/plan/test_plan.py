@@ -325,7 +325,7 @@ def test_what_cannot_be_planned(lowered, program):
         read_planned(jax.jit(mapped).trace(struct(8, 8)).lower(lowering_platforms=("cuda",)))
     with pytest.raises(PlanError, match="single device"):
         plan(lowered, cluster="h100-sxm-x1")
-    with pytest.raises(PlanError, match="'pipe' is no axis"):
+    with pytest.raises(PlanError, match="'pipe' is not an axis"):
         plan(lowered, cluster="h100-sxm-x4", axes=("data", "pipe"))
     odd = jax.jit(train, donate_argnums=0).lower(
         {"up": struct(5, 7), "down": struct(7, 3)}, struct(9, 5), struct(9, 3)
@@ -392,7 +392,7 @@ def test_the_best_plan_and_why(lowered, judged):
     # The third has more time and more memory than the second, over as many or more devices.
     assert {70.0, 90.0, 100.0} <= {row.latency_us for row in found.front}
     last = found.reasons[-1]
-    assert "43% slower: 39 µs more waiting for collectives, 9 µs less computing" in last
+    assert "43% slower: 39 µs more waiting for collectives, 9 µs less computation" in last
     assert "all_reduce at f.py:3 (40 µs, 976.6 KiB)" in last
     # Half a MiB of parameters, of which a megabyte is twice: nothing to say.
     assert not found.notes

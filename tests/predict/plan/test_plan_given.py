@@ -56,4 +56,4 @@ def test_hlo_text_is_a_starting_point():
     # As ``lower(...).as_text(dialect="hlo")`` has it.
     found = read_planned(text(alias))
     assert found.given is None
-    assert found.note.startswith("its own shardings over 4 devices are not compared")
+    assert found.note.startswith("its own shardings over 4 devices are ignored")

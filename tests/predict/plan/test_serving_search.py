@@ -148,7 +148,7 @@ def test_what_helps_an_slo_that_none_keeps_is_tried_first() -> None:
     assert all(found.helps[c].keeps for c in ("fp8 weights", "engines twice as wide (2 devices)"))
     for line, (change, other) in zip(helps, found.helps.items(), strict=True):
         kept = other.tpot <= slo.tpot
-        assert line.startswith(f"{change} would " + ("keep it" if kept else "not do"))
+        assert line.startswith(f"{change} would " + ("meet it" if kept else "not suffice"))
 
 
 def test_an_slo_that_none_keeps_and_models_that_do_not_fit() -> None:

@@ -168,7 +168,7 @@ def test_a_device_without_a_price_says_so(folder):
     words = ("--device", "a30,a40", "--lowering", "fused", "--price", "a30=2", "--json")
     rows = json.loads(opcast("predict", folder / "mlp.mlir", *words).stdout)
     assert [row["cost"] is None for row in rows] == [False, True]
-    assert "no cost: --price names none of a40" in rows[1]["notes"]
+    assert "no cost: --price has none for a40" in rows[1]["notes"]
 
 
 def test_a_program_is_lowered_once_for_all_designs(folder, monkeypatch):
