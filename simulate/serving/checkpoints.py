@@ -43,7 +43,7 @@ _NAMES = "simulate/serving/names.yaml"
 
 
 def served_models() -> dict[str, JsonObject]:
-    """Serving data of models by name, which complements their presets (``models.yaml``)."""
+    """Serving data of models by name, which complements their presets (models.yaml)."""
     found: dict[str, JsonObject] = own_data("simulate/serving/models.yaml")
     return found
 
@@ -86,7 +86,7 @@ def served_by_name(
 ) -> ServedModel:
     """The served model for a name or a file.
 
-    Names are those of presets, of ``models.yaml``, and of checkpoints (``Qwen/Qwen3-32B-FP8``). If
+    Names are those of presets, of models.yaml, and of checkpoints (``Qwen/Qwen3-32B-FP8``). If
     no format is given, the one in the name applies, else the published one; for a ``config.json``
     that of its ``quantization_config``.
 
