@@ -126,7 +126,7 @@ def next_runs(
         errors = [own.given(max(before - stays, 0.0)) for own in errors]
     told = max(before - stays, 0.0)
     if not told:
-        nothing = "the interval is no wider than measurements scatter: no run narrows it"
+        nothing = "the interval is as narrow as measurement noise allows: no run narrows it"
         return NextRuns(asked, (), (), (nothing,))
     hours = np.array([run.hours(kind) for run in runs])
     order, left = choose_for(errors, count, None if price is None else hours)

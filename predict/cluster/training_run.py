@@ -49,7 +49,7 @@ class RunSettings:
         tokens: Tokens to train on.
         mtbf_h: Hours of one device between failures that stop the job; 0 for :data:`MTBF_H`, with
             a factor of :data:`MTBF_FACTOR` in the interval.
-        restart_s: From a failure until the job trains again.
+        restart_s: Seconds from a failure until the job trains again.
         checkpoint_s: Time for which training waits for a checkpoint; -1 for :data:`CHECKPOINT_S`
             and the copy of the device's state to its host.
         every_s: Work between checkpoints; 0 for the optimum.

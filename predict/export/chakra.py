@@ -82,7 +82,7 @@ def _program_network(
 
     Returns:
         The nodes, with all-to-alls sized for ASTRA-sim's ring algorithm; the axes; the network.
-        Axes and network are ``None`` if nothing is sent or the groups are no axes of a grid.
+        Axes and network are ``None`` if nothing is sent or the groups are not axes of a grid.
     """
     found: dict[int, Message] = {}
     for place, (node, seconds) in enumerate(zip(nodes, transfer, strict=True)):
@@ -110,7 +110,7 @@ def _program_network(
 
 
 def _message(own: Collective, seconds: float) -> Message | None:
-    """Return a program's collective as a step's; ``None`` if its groups are no axis of a grid."""
+    """Return a program's collective as a step's; ``None`` if its groups are not an axis."""
     if comm_type(own.kind) is None:
         pairs = own.groups or tuple(zip(own.group, own.group[1:], strict=False))
         far = [abs(pair[1] - pair[0]) for pair in pairs if pair[0] != pair[1]]

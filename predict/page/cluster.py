@@ -133,7 +133,7 @@ def serving_data(prediction: ServingPrediction) -> JsonObject:
         "left_out": len(run.sent) - len(run.sent[shown]),
         "notes": [
             *prediction.notes,
-            f"the simulated load takes {duration(makespan)}; curves and dots are of the "
+            f"the simulated load takes {duration(makespan)}; curves and dots show the "
             "estimate, without its interval",
         ],
     }

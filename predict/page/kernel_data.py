@@ -24,8 +24,8 @@ from .assemble import rounded, short
 MOST_KERNELS = 20_000
 #: Maximum points of the memory curve, about a screen's resolution; the largest per slot are kept.
 MOST_POINTS = 3000
-_EXTRAPOLATED = "layers were compiled once and extrapolated, so there is no course over time"
-_NO_MODULE = "there is no lowered module to take lifetimes from"
+_EXTRAPOLATED = "layers were compiled once and extrapolated, so memory over time is unknown"
+_NO_MODULE = "no lowered module with buffer lifetimes is available"
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Dimensions:
         for step in self.steps:
             for leaf in range(len(step.op.results)):
                 makers[step.place, leaf] += step.operands
-        # Also through calls, loops and tuples, which are no steps. Loop results without the batch,
+        # Also through calls, loops and tuples, which are not steps. Loop results without the batch,
         # such as sums of gradients, do not lead to it.
         for value, origin in self.origins.items():
             makers[value].append(origin)

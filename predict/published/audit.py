@@ -300,7 +300,7 @@ def _twins(part: AuditPart, whole: np.ndarray, valid: np.ndarray) -> None:
 def _copies(part: AuditPart) -> None:
     """Flag lines along a size with exactly the same times as another line."""
     whole = _summed(part.identity)
-    # A norm timed once for all degrees of parallelism is no copy: lines must also differ in
+    # A norm timed once for all degrees of parallelism is not a copy: lines must also differ in
     # physical parameters.
     physical = _summed({n: v for n, v in part.identity.items() if not n.startswith("is_")})
     for name in GROWING:

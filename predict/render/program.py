@@ -116,8 +116,8 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
 
     Args:
         kernels: All kernels of a program.
-        top: Rows.
-        width: Of the console.
+        top: Number of rows.
+        width: Width of the console.
     """
     root = root_of(kernels)
     star = starring((k.module, k.what) for k in kernels)

@@ -54,7 +54,7 @@ def test_operators_and_kernels_may_be_asked_together(predictor):
 def test_what_is_no_operator_or_not_known_is_named(predictor):
     with pytest.raises(ProgramError, match="no operator"):
         predictor.latency_us("conversion m=1 dtype=bf16", "h100-sxm")
-    with pytest.raises(ModelError, match="has no operators"):
+    with pytest.raises(ModelError, match="knows no operators"):
         predictor.latency_us("bmm b=2 m=8 n=8 k=8 dtype=bf16", "h100-sxm")
 
 
