@@ -132,13 +132,15 @@ class Deployment:
             if self.framework in known and not known[self.framework].has(name):
                 others = [other for other, rules in known.items() if rules.has(name)]
                 raise PlanError(
-                    f"{self.framework} has no {name}", where=name, hint=" or ".join(others)
+                    f"{self.framework} has no such option",
+                    where=name,
+                    hint=f"only {' and '.join(others)} has it",
                 )
         if told["batch_wait_iters"] != told["batch_wait_ratio"]:
             raise PlanError(
-                "prompts wait for a number of passes until they fill a fraction of one",
+                "a maximum wait and the fraction of a pass that ends it only work together",
                 where="batch_wait_iters",
-                hint="both batch_wait_iters and batch_wait_ratio",
+                hint="give both batch_wait_iters and batch_wait_ratio",
             )
         if told["batch_wait_iters"] and self.engine.plan.dp > 1:
             raise PlanError(
