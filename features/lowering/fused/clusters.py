@@ -222,6 +222,9 @@ class Clusters:
     def add(self, cluster: Cluster) -> None:
         """Register a cluster."""
         self._describe(cluster)
+        self._register(cluster)
+
+    def _register(self, cluster: Cluster) -> None:
         for root in cluster.roots:
             self.by_root[id(root)] = cluster
         for node in cluster.inputs:
@@ -229,7 +232,6 @@ class Clusters:
 
     def _describe(self, cluster: Cluster) -> None:
         nodes, position = cluster.members.values(), self.position
-        cluster.nodes = [cluster.members[i] for i in sorted(cluster.members)]
         cluster.opcodes = frozenset([node.opcode for node in nodes])
         inside = set(nodes)
         inputs: dict[Node, None] = {}
@@ -239,10 +241,7 @@ class Clusters:
                 # Constants are written into each kernel that needs them.
                 if source not in inside and source.opcode != "constant":
                     inputs[source] = None
-        cluster.inputs = list(inputs)
-        cluster.reads = frozenset([position[id(node)] for node in inputs])
-        makers = {id(maker): maker for maker in map(owner, cluster.inputs)}
-        cluster.makers = [maker for maker in makers.values() if not is_free(maker)]
+        self._read(cluster, inputs)
         # Clusters are ordered by their last root: nothing that reads them can stand before it.
         cluster.last = max([position[id(root)] for root in cluster.roots])
         cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
@@ -250,6 +249,15 @@ class Clusters:
         if self.fused_products and "reduce-window" in cluster.opcodes:
             cluster.loops = False
         cluster.consumes = cluster.loops or (not cluster.library and all(map(self._takes, nodes)))
+
+    def _read(self, cluster: Cluster, inputs: Iterable[Node]) -> None:
+        """Set a cluster's inputs; its members are known."""
+        position = self.position
+        cluster.nodes = [cluster.members[i] for i in sorted(cluster.members)]
+        cluster.inputs = list(inputs)
+        cluster.reads = frozenset([position[id(node)] for node in cluster.inputs])
+        makers = {id(maker): maker for maker in map(owner, cluster.inputs)}
+        cluster.makers = [maker for maker in makers.values() if not is_free(maker)]
         cluster.version += 1
 
     def _takes(self, node: Node) -> bool:
@@ -305,8 +313,15 @@ class Clusters:
         """Compute a producer inside each of its consumers instead."""
         for consumer in consumers:
             self.remove(consumer)
+            own, taken = set(consumer.nodes), set(producer.nodes)
             consumer.members.update(producer.members)
-            self.add(consumer)
+            consumer.opcodes |= producer.opcodes
+            consumer.loops = consumer.loops and producer.loops
+            consumer.consumes = consumer.consumes and producer.consumes
+            inputs = [node for node in consumer.inputs if node not in taken]
+            inputs += [node for node in producer.inputs if node not in own]
+            self._read(consumer, dict.fromkeys(inputs))
+            self._register(consumer)
         self.remove(producer)
 
 

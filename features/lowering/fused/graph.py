@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -65,6 +65,11 @@ class Node:
         return sum(t.nbytes for t in self.results)
 
 
+#: Opcode, operands, result types, called computations and attributes of a node. Nodes with equal
+#: keys have equal values.
+Key = tuple[str, tuple[Node, ...], tuple[TensorType, ...], tuple[str, ...], Hashable]
+
+
 @dataclass(slots=True, eq=False)
 class Graph:
     """A computation that runs kernels: the entry, a loop's body or condition, a branch.
@@ -73,11 +78,13 @@ class Graph:
         parameters: Its parameters in order.
         outputs: What it returns, one node an element.
         effects: Nodes that run though nobody reads them: transfers, calls with side effects.
+        simplified: What distinguishes each node to which no rule of ``simplify`` applied.
     """
 
     parameters: list[Node] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
     effects: list[Node] = field(default_factory=list)
+    simplified: dict[Node, Key] = field(default_factory=dict)
 
     def nodes(self) -> list[Node]:
         """List the nodes that outputs and effects need, operands first; all parameters included."""

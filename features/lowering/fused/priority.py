@@ -40,25 +40,22 @@ def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
     return None
 
 
-class _Priced(NamedTuple):
-    """A kernel's work, and the seconds that it takes without its launch."""
-
-    work: Work
-    seconds: float
-
-
 class _Pair(NamedTuple):
     """A reader, and the same with a producer inside.
 
     Attributes:
         version: The reader's when they were priced.
         apart: Seconds of the reader as it is.
-        joined: Both in one kernel; ``None`` if that cannot be.
+        joined: Seconds of both in one kernel, without its launch; ``None`` if that cannot be.
+        form: Form of that kernel.
+        work: Its work, if it is the first of its form.
     """
 
     version: int
     apart: float
-    joined: _Priced | None
+    joined: float | None
+    form: int
+    work: Work | None
 
 
 class PriorityFusion:
@@ -73,7 +70,12 @@ class PriorityFusion:
         self.clusters = clusters
         self.machine = machine
         self._each: dict[int, Each] = {}
-        self._priced: dict[Cluster, tuple[int, _Priced]] = {}
+        self._works: dict[Cluster, tuple[int, Work]] = {}
+        # Layers of a model repeat the same kernels: each form is priced once.
+        self._numbers: dict[Hashable, int] = {}
+        self._forms: dict[Cluster, tuple[int, int]] = {}
+        self._seconds: dict[int, float] = {}  # of a form, without its launch
+        self._fitting: dict[int, float | None] = {}  # the same; None if no kernel has the form
         # Pairs are kept by producer and its version, so that only changed ones are priced again.
         self._pairs: dict[Cluster, tuple[int, dict[Cluster, _Pair]]] = {}
         self._queue: list[tuple[float, int, Cluster]] = []
@@ -93,13 +95,17 @@ class PriorityFusion:
             # Gains depend on a cluster's own time and on its readers': neighbours on both sides
             # change, and so do other producers of the consumers.
             touched = dict.fromkeys((*consumers, *self.clusters.producers(cluster)))
-            joined = [self._paired(cluster, consumer).joined for consumer in consumers]
+            _, known = self._pairs[cluster]
+            pairs = [known[consumer] for consumer in consumers]
             for consumer in consumers:
                 consumer.rows |= cluster.rows
             self.clusters.absorb(cluster, consumers)
-            for consumer, own in zip(consumers, joined, strict=True):
-                if own is not None:
-                    self._priced[consumer] = (consumer.version, own)
+            for consumer, pair in zip(consumers, pairs, strict=True):
+                self._forms[consumer] = (consumer.version, pair.form)
+                if pair.joined is not None:
+                    self._seconds[pair.form] = pair.joined
+                if pair.work is not None:
+                    self._works[consumer] = (consumer.version, pair.work)
             del self._latest[cluster]
             for consumer in consumers:
                 touched.update(dict.fromkeys(self.clusters.producers(consumer)))
@@ -130,7 +136,7 @@ class PriorityFusion:
             return
         members = {place: node for c in todo for place, node in c.members.items()}
         inputs = {id(node) for c in todo for node in c.inputs} - {id(c.root) for c in todo}
-        apart = sum(self._alone(c).seconds + LAUNCH_S for c in todo)
+        apart = sum(self._alone(c) + LAUNCH_S for c in todo)
         together = self._evaluate(members, ends[0].roots, True).seconds(self.machine) + LAUNCH_S
         if together < apart and len(inputs) < MAX_OPERANDS:
             for cluster in todo:
@@ -173,55 +179,70 @@ class PriorityFusion:
         for consumer in consumers:
             if not consumer.consumes:
                 return None
-        apart = self._alone(producer).seconds + LAUNCH_S * (1 + len(consumers))
-        together = LAUNCH_S * len(consumers)
-        for consumer in consumers:
-            pair = self._paired(producer, consumer)
-            if pair.joined is None:
-                return None
-            apart += pair.apart
-            together += pair.joined.seconds
-        return apart - together
-
-    def _alone(self, cluster: Cluster) -> _Priced:
-        """A cluster as it is, kept until it changes."""
-        version, priced = self._priced.get(cluster, (-1, None))
-        if priced is None or version != cluster.version:
-            work = self._evaluate(cluster.members, cluster.roots, cluster.rows)
-            priced = _Priced(work, work.seconds(self.machine))
-            self._priced[cluster] = (cluster.version, priced)
-        return priced
-
-    def _evaluate(self, members: dict[float, Node], roots: list[Node], rows: bool) -> Work:
-        return Work([members[i] for i in sorted(members)], roots, rows, self._each)
-
-    def _paired(self, producer: Cluster, consumer: Cluster) -> _Pair:
-        """The consumer alone and with the producer inside, kept until one of them changes."""
         version, pairs = self._pairs.get(producer, (-1, {}))
         if version != producer.version:
             pairs = {}
             self._pairs[producer] = (producer.version, pairs)
-        pair = pairs.get(consumer)
-        if pair is None or pair.version != consumer.version:
-            alone = self._alone(consumer).seconds
-            pair = _Pair(consumer.version, alone, self._joined(producer, consumer))
-            pairs[consumer] = pair
-        return pair
+        apart = self._alone(producer) + LAUNCH_S * (1 + len(consumers))
+        together = LAUNCH_S * len(consumers)
+        for consumer in consumers:
+            pair = pairs.get(consumer)
+            if pair is None or pair.version != consumer.version:
+                pairs[consumer] = pair = self._joined(producer, consumer)
+            if pair.joined is None:
+                return None
+            apart += pair.apart
+            together += pair.joined
+        return apart - together
 
-    def _joined(self, producer: Cluster, consumer: Cluster) -> _Priced | None:
-        """The consumer with the producer inside; ``None`` if it cannot be."""
-        if not self._fits(producer, consumer):
-            return None
-        work = self._both(producer, consumer)
-        if work.branches > MAX_BRANCHES:
-            return None
-        return _Priced(work, work.seconds(self.machine))
+    def _alone(self, cluster: Cluster) -> float:
+        """Seconds of a cluster as it is."""
+        form = self._form(cluster)
+        seconds = self._seconds.get(form)
+        if seconds is None:
+            self._seconds[form] = seconds = self._work(cluster).seconds(self.machine)
+        return seconds
+
+    def _form(self, cluster: Cluster) -> int:
+        """Number of a cluster's form, which all clusters share that do the same work."""
+        version, form = self._forms.get(cluster, (-1, 0))
+        if version != cluster.version:
+            form = self._number(_form_of(cluster))
+            self._forms[cluster] = (cluster.version, form)
+        return form
+
+    def _number(self, form: Hashable) -> int:
+        """Short name of a form: that of a joined kernel names those of its two parts."""
+        return self._numbers.setdefault(form, len(self._numbers))
+
+    def _work(self, cluster: Cluster) -> Work:
+        """Work of a cluster as it is, kept until it changes."""
+        version, work = self._works.get(cluster, (-1, None))
+        if work is None or version != cluster.version:
+            work = self._evaluate(cluster.members, cluster.roots, cluster.rows)
+            self._works[cluster] = (cluster.version, work)
+        return work
+
+    def _evaluate(self, members: dict[float, Node], roots: list[Node], rows: bool) -> Work:
+        return Work([members[i] for i in sorted(members)], roots, rows, self._each)
+
+    def _joined(self, producer: Cluster, consumer: Cluster) -> _Pair:
+        """Price a consumer alone and with a producer inside."""
+        places = {node: i for i, node in enumerate((*consumer.inputs, *consumer.nodes))}
+        wiring = tuple(map(places.get, (*producer.roots, *producer.inputs, *producer.nodes)))
+        form = self._number((self._form(producer), self._form(consumer), wiring))
+        work = None
+        if form not in self._fitting:
+            work = self._both(producer, consumer) if self._fits(producer, consumer) else None
+            possible = work if work and work.branches <= MAX_BRANCHES else None
+            self._fitting[form] = possible.seconds(self.machine) if possible else None
+        return _Pair(consumer.version, self._alone(consumer), self._fitting[form], form, work)
 
     def _both(self, producer: Cluster, consumer: Cluster) -> Work:
         """Work of the consumer with the producer inside."""
         rows = consumer.rows or producer.rows
         if rows == consumer.rows and self.clusters.are_chained(producer, consumer):
-            work = self._alone(consumer).work.with_producer(producer.nodes)
+            work = self._work(consumer).with_producer(producer.nodes)
             if not work.is_ordered:
                 return work
         return self._evaluate({**producer.members, **consumer.members}, consumer.roots, rows)
@@ -275,6 +296,19 @@ class PriorityFusion:
             return True
         size = narrow.operands[0].size
         return sum(2 * node.size >= size for node in inputs) <= 1
+
+
+def _form_of(cluster: Cluster) -> Hashable:
+    """Describe what a cluster computes, whatever its inputs are."""
+    names: dict[Node, object] = {node: i for i, node in enumerate(cluster.nodes)}
+    names.update((node, (i, node.results)) for i, node in enumerate(cluster.inputs))
+    ops = []
+    for node in cluster.nodes:
+        read = [(names.get(source_of(o)), o.type) for o in node.operands]
+        attrs = tuple([(k, repr(v)) for k, v in node.attrs.items()]) if node.attrs else ()
+        ops.append((node.opcode, node.results, attrs, node.called, tuple(read)))
+    roots = tuple([names[root] for root in cluster.roots])
+    return tuple(ops), roots, cluster.rows, cluster.library
 
 
 def _read_by_rows(node: Node) -> bool:

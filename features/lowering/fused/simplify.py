@@ -8,16 +8,20 @@ change what is computed or moved; a rewrite that fusion would hide anyway is lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
-from math import factorial
+from collections.abc import Callable, Mapping
+from math import factorial, inf
 
 from ...ir.program import Program
 from ..xla_collectives import IMPURE, PURE_COLLECTIVES
 from .folding import fold, is_splat, simplify_view, splat, splat_node
-from .graph import Graph, Node
+from .graph import Graph, Key, Node
 
 #: Rounds after which rewriting stops even if it has not settled. Engineering estimate.
 _MAX_ROUNDS = 4
+#: Ops between a node and the furthest operand that a rule on the node looks at.
+_RULE_DEPTH = 3
+#: Ops that do not count, since rules look through chains of them for a repeated constant.
+_REPEATS = frozenset(("broadcast", "reshape"))
 #: Largest order of a polygamma function whose factor, a factorial, an f32 holds.
 _MAX_ORDER = 33
 #: First letters of float and complex types: f32, bf16, c64.
@@ -43,9 +47,10 @@ def simplify(graph: Graph, program: Program) -> None:
 def _round(graph: Graph, program: Program) -> tuple[bool, bool]:
     """Simplify each node once; returns whether any changed, and whether any has graphs."""
     replaced: dict[Node, Node] = {}
-    known: dict[Hashable, Node] = {}
+    known: dict[Key, Node] = {}
     # Nodes that stand for all equal ones.
     settled: set[Node] = set()
+    distance: dict[Node, int] = {}
     changed = nested = False
     for node in graph.nodes():
         nested = nested or bool(node.graphs)
@@ -54,17 +59,24 @@ def _round(graph: Graph, program: Program) -> tuple[bool, bool]:
                 new = replaced.get(operand)
                 if new is not None:
                     node.operands[i] = new
-        rewritten = _rewrite(node, program)
-        target = node
+        key = graph.simplified.get(node)
+        distance[node] = near = _distance(node, key, distance)
+        rewritten = None
+        if near < _RULE_DEPTH:
+            rewritten, key = _rewrite(node, program), None
+        target = node if rewritten is None else rewritten
         if rewritten is not None:
-            target = rewritten
-            _fresh(target, known, settled)
+            _fresh(rewritten, known, settled)
         # Common subexpressions, as HloCSE: ops come in topological order, so operands are merged
         # already.
         same = target
-        if _pure(target):
-            same = known.setdefault(_key(target), target)
+        if key is None and _pure(target):
+            key = _key(target)
+        if key is not None:
+            same = known.setdefault(key, target)
             settled.add(same)
+            if target is node:
+                graph.simplified[node] = key
         if same is not node:
             replaced[node] = same
             changed = True
@@ -72,7 +84,21 @@ def _round(graph: Graph, program: Program) -> tuple[bool, bool]:
     return changed, nested
 
 
-def _fresh(node: Node, known: dict[Hashable, Node], settled: set[Node]) -> None:
+def _distance(node: Node, key: Key | None, distance: Mapping[Node, int]) -> int:
+    """Count the ops from a node up to the nearest one that changed since no rule applied to it.
+
+    Args:
+        node: The node; its operands are counted already.
+        key: What distinguished it then; ``None`` if a rule applied, or it was not there.
+        distance: Those of other nodes.
+    """
+    if key is None or key[1] != tuple(node.operands):
+        return 0
+    nearest = min([distance.get(operand, 0) for operand in node.operands], default=_RULE_DEPTH)
+    return nearest + (node.opcode not in _REPEATS)
+
+
+def _fresh(node: Node, known: dict[Key, Node], settled: set[Node]) -> None:
     """Replace a rewrite's new operands by equal nodes that are there already."""
     for i, operand in enumerate(node.operands):
         if operand in settled or operand.opcode not in ("constant", "broadcast", "reshape"):
@@ -95,7 +121,7 @@ def _pure(node: Node) -> bool:
 _IMPURE = IMPURE | PURE_COLLECTIVES
 
 
-def _key(node: Node) -> Hashable:
+def _key(node: Node) -> Key:
     attrs = tuple(sorted([(k, repr(v)) for k, v in node.attrs.items()])) if node.attrs else ()
     return node.opcode, tuple(node.operands), node.results, node.called, attrs
 
@@ -157,12 +183,7 @@ def _adds(user: Node, program: Program) -> bool:
 
 
 #: Operands that change nothing, by opcode.
-_NEUTRAL: dict[str, float | bool] = {
-    "add": 0,
-    "multiply": 1,
-    "maximum": float("-inf"),
-    "and": True,
-}
+_NEUTRAL: dict[str, float | bool] = {"add": 0, "multiply": 1, "maximum": -inf, "and": True}
 
 
 def _neutral(node: Node) -> Node | None:
@@ -239,7 +260,7 @@ def _divide(node: Node) -> Node | None:
         return None
     value = splat(rhs)
     # As XLA does for floats. The last bit of the result may differ, which costs do not depend on.
-    if isinstance(value, float | int) and value and value not in (float("inf"), float("-inf")):
+    if isinstance(value, float | int) and value and value not in (inf, -inf):
         return _binary("multiply", node, lhs, splat_node(1.0 / value, node.type))
     if rhs.opcode == "sqrt":
         inverse = Node("rsqrt", list(rhs.operands), rhs.results, source=rhs.source)
@@ -287,7 +308,7 @@ def _convert(node: Node) -> Node | None:
     if inner.opcode == "convert" and inner.operands[0].type.dtype == node.type.dtype:
         first = inner.operands[0]
         kinds = (first.type.dtype, inner.type.dtype)
-        return first if _widens(*kinds) or _widens(*kinds[::-1], _FLOATING) else None
+        return first if kinds in _WIDER or kinds[::-1] in _FLOATING else None
     return None
 
 
@@ -296,18 +317,8 @@ _FLOATING = frozenset(
     (narrow, wide) for narrow in ("bf16", "f16", "f8e4m3fn", "f8e5m2") for wide in ("f32", "f64")
 )
 #: Pairs of types of which the second holds each value of the first.
-_WIDER = _FLOATING | {
-    ("f32", "f64"),
-    ("s32", "s64"),
-    ("u32", "u64"),
-    ("pred", "s32"),
-    ("pred", "f32"),
-    ("pred", "bf16"),
-}
-
-
-def _widens(narrow: str, wide: str, pairs: Collection[tuple[str, str]] = _WIDER) -> bool:
-    return (narrow, wide) in pairs
+_WIDER = _FLOATING | {("f32", "f64"), ("s32", "s64"), ("u32", "u64")}
+_WIDER |= {("pred", wide) for wide in ("s32", "f32", "bf16")}
 
 
 def _select(node: Node) -> Node | None:

@@ -386,4 +386,4 @@ def test_a_producer_adds_to_a_kernel_what_both_need_at_once(
     text = jax.jit(jax.grad(loss)).lower(*arrays).as_text()
     lower(text, "fused", device=find_device("h100-sxm"))
     # Most are chains; some repeat an op in both, and are counted anew.
-    assert len(steps) > 100 and 0.5 < sum(steps) / len(steps) < 1.0
+    assert len(steps) > 50 and 0.5 < sum(steps) / len(steps) < 1.0
