@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...ir.program import Program
-from .folding import converted, reshape, spread, transposed
+from .folding import converted, is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite
 from .reductions import product_sizes, summed
 
@@ -54,7 +54,7 @@ def sum_vector_products(graph: Graph, program: Program, batches: int = 0) -> Non
             return None
         if len(node.attrs.get("lhs_batch_dims", ())) < batches:
             return None
-        return _vector_sum(node, program, ones=bool(batches))
+        return _vector_sum(node, program, ones=bool(batches), turned=bool(batches))
 
     rewrite(graph, rule)
 
@@ -74,13 +74,18 @@ def _without_ones(dot: Node) -> Node:
     return replace(dot, operands=operands, results=(kind,), attrs=attrs)
 
 
-def _vector_sum(dot: Node, program: Program, *, ones: bool = True) -> Node | None:
+def _vector_sum(
+    dot: Node, program: Program, *, ones: bool = True, turned: bool = False
+) -> Node | None:
     """The product with a vector as a sum; ``None`` if neither operand is one.
 
     Args:
         dot: The product.
         program: Takes in the computation that adds two scalars.
         ones: Whether an operand whose own dimensions are of size one is a vector, too.
+        turned: Whether a matrix that comes from a reshape is transposed to be summed along rows, as
+            XLA's NormalizeDotOperandToBatchMajorAndContractingMinor does. Without a reshape its
+            layout assignment makes that transpose free.
     """
     own_dims = range(len(dot.attrs.get("lhs_batch_dims", ())), len(dot.type.shape))
     dropped = [d for d in own_dims if ones and dot.type.shape[d] == 1]
@@ -96,10 +101,14 @@ def _vector_sum(dot: Node, program: Program, *, ones: bool = True) -> Node | Non
     # Of two vectors either is the matrix.
     own = 0 if alone[0] else 1
     matrix, dims = dot.operands[1 - own], sides[1 - own]
+    batch = len(dot.attrs.get("lhs_batch_dims", ()))
+    if turned and _is_reshaped(matrix):
+        inner = [d for d in range(len(matrix.type.shape)) if d not in dims]
+        matrix = transposed(matrix, [*dims[:batch], *inner, *dims[batch:]], dot.source)
+        dims = (*range(batch), *range(batch + len(inner), len(matrix.type.shape)))
     order = sorted(range(len(dims)), key=sides[own].__getitem__)
     vector = spread(dot.operands[own], [dims[i] for i in order], matrix.type.shape, dot.source)
     product = Node("multiply", [matrix, vector], matrix.results, source=dot.source)
-    batch = len(dot.attrs.get("lhs_batch_dims", ()))
     if not dims[batch:]:
         return None
     kept = [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
@@ -110,6 +119,13 @@ def _vector_sum(dot: Node, program: Program, *, ones: bool = True) -> Node | Non
     for n, place in enumerate(dropped):
         order.insert(place, len(kept) + n)
     return transposed(reshape(total, (*total.type.shape, *(1 for _ in dropped))), order, dot.source)
+
+
+def _is_reshaped(node: Node) -> bool:
+    """Return whether an array comes from a reshape, which XLA gives the default layout."""
+    while is_elementwise(node) and len(node.operands) == 1:
+        node = node.operands[0]
+    return node.opcode == "reshape"
 
 
 def _as_reduction(dot: Node, program: Program, smaller_than: int) -> Node | None:

@@ -66,6 +66,20 @@ def test_a_norm_and_the_mean_of_what_it_gives_are_one_kernel():
     assert (kernel.bytes_in, kernel.bytes_out) == (4 * (4096 * 768 + 768), 4 * 4096)
 
 
+def test_attention_of_one_token_over_gathered_pages_turns_the_values():
+    """As compiled for an H100 (JAX 0.10.2): a reshape is multiplied turned, then summed."""
+
+    def values(shares, pages, table):
+        gathered = pages[table].reshape(16, 1024, 16, 128)
+        return jnp.einsum("bht,bthd->bhd", shares, gathered)
+
+    shares, pages = spec(16, 16, 1024, dtype=BF16), spec(1024, 16, 16, 128, dtype=BF16)
+    turned, total = kernels(values, shares, pages, spec(16, 64, dtype=S32))
+    # 2 bytes for each of 16 sequences x 16 heads x 128 channels x 1024 tokens.
+    assert turned.bytes_out == total.bytes_in == 2 * 16 * 16 * 128 * 1024
+    assert (total.kind, total.bytes_out) == ("reduce", 2 * 16 * 16 * 128)
+
+
 def test_dimensions_of_size_one_do_not_part_a_softmax():
     (kernel,) = kernels(jax.vmap(jax.nn.softmax), spec(1, 64, 1024))
     assert kernel.bytes == 2 * 4 * 64 * 1024
