@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ..common.options import (
+    Budget,
     DeviceIndex,
     Devices,
     Json,
@@ -21,7 +22,6 @@ from ..common.options import (
     OwnDevices,
     Seed,
     plot_file,
-    seconds_of,
     table_file,
 )
 from ..common.progress import wrote
@@ -222,9 +222,7 @@ def audit(
 def data_compile(
     out: Out,
     device: Devices = (),
-    budget: Annotated[
-        float, Option("Time to spend, such as 90s, 20m or 8h.", parse=seconds_of, typed="20m")
-    ] = 1200.0,
+    budget: Budget = 1200.0,
     suite: Annotated[str, Option("Zoo suite: quick, standard, full; '' for none.")] = "quick",
     # Mix of a round: engineering estimates, many small programs beside one real model.
     ops: Annotated[int, Option("Single-op programs in a round.", least=0)] = 16,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..common.options import (
+    AbsentDevice,
     ClusterOpt,
     HfOpt,
     Json,
@@ -31,8 +33,8 @@ from .from_dataclass import names_of
 from .options import print_json, program_of, refuse, workload_of
 
 if TYPE_CHECKING:
-    from ..features.devices.device import DeviceSpec
     from ..predict.operator.step_operators import OperatorLatency
+    from ..simulate.step.workload import Workload as Sizes
 
 
 def hespas(
@@ -164,53 +166,64 @@ def export_table(
     wrote(out, f"{len(table)} rows")
 
 
-def _priced(device: str, model: str) -> tuple[DeviceSpec, OperatorLatency]:
-    """A device, and what operators take on it; warns where ``predict --op`` differs from that."""
-    from ..predict.devices import resolve_device
-    from ..predict.operator.step_operators import OperatorLatency, load_step_model
+@dataclass(frozen=True)
+class Layers:
+    """A model whose layers are tabulated on a device, by tensor-parallel degree."""
 
-    spec = resolve_device(device, {})
-    if not spec.runs_cuda:
-        typer.echo(
-            f"note: {spec.name} runs no CUDA, whose kernels the model of operators knows best: "
-            "operators are rooflines at the shares that tuned kernels reach, as in simulate; "
-            "predict --op may differ by more than its interval",
-            err=True,
-        )
-    return spec, OperatorLatency(spec, load_step_model(model))
+    workload: Workload
+    device: AbsentDevice
+    settings: Settings = ()
+    tp: Annotated[Sequence[int], Option("Tensor-parallel degree; may be given again.")] = ()
+    model: OperatorModelOpt = OPERATOR_MODEL
 
+    @property
+    def degrees(self) -> list[int]:
+        """Tensor-parallel degrees without repetitions; a single worker if none is given."""
+        return list(dict.fromkeys(self.tp)) or [1]
 
-def _once(degrees: Sequence[int]) -> list[int]:
-    """Each degree that was given once; one worker if none was."""
-    return list(dict.fromkeys(degrees)) or [1]
+    def read(self) -> Sizes:
+        """Read the model's sizes."""
+        from ..simulate.step.named_workloads import read_workload
+
+        return read_workload(self.workload, self.settings)
+
+    def latency(self) -> OperatorLatency:
+        """Predictor of operators on the device; warns where it differs from ``predict --op``."""
+        from ..predict.devices import resolve_device
+        from ..predict.operator.step_operators import OperatorLatency, load_step_model
+
+        spec = resolve_device(self.device, {})
+        if not spec.runs_cuda:
+            typer.echo(
+                f"note: {spec.name} does not run CUDA kernels, on which the operator model is "
+                "trained: operators are predicted as rooflines at the efficiency of tuned "
+                "kernels, as in opcast simulate; opcast predict --op may differ by more than its "
+                "interval",
+                err=True,
+            )
+        return OperatorLatency(spec, load_step_model(self.model))
 
 
 def export_vidur(
-    workload: Workload,
-    device: Annotated[str, Option("Device name or file.")],
+    layers: Layers,
     out: Out,
-    settings: Settings = (),
     name: Annotated[str, Option("Name for the model in Vidur.")] = "",
-    tp: Annotated[Sequence[int], Option("Tensor-parallel degree; may be given again.")] = (),
     max_tokens: Annotated[
         int, Option("Maximum tokens of a batch and of a sequence.", least=32)
     ] = 4096,
     cluster: Annotated[str, Option("Cluster, to write all_reduce.csv and send_recv.csv too.")] = "",
-    model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write the tables that Vidur's random forests train on."""
     from ..predict.export.vidur import INSTEAD, write_vidur
     from ..simulate.clusters.catalogue import find_cluster
-    from ..simulate.step.named_workloads import read_workload
 
-    spec, latency = _priced(device, model)
-    work = read_workload(workload, settings)
+    latency, work = layers.latency(), layers.read()
     rows = write_vidur(
         out,
-        name or workload,
-        spec.name,
+        name or layers.workload,
+        latency.spec.name,
         work,
-        _once(tp),
+        layers.degrees,
         max_tokens,
         latency,
         find_cluster(cluster) if cluster else None,
@@ -223,22 +236,16 @@ def export_vidur(
 
 
 def export_llmservingsim(
-    workload: Workload,
-    device: Annotated[str, Option("Device name or file.")],
+    layers: Layers,
     out: Annotated[Path, Option("File to write: layers.csv.", check=called(".csv"))],
-    settings: Settings = (),
-    tp: Annotated[Sequence[int], Option("Tensor-parallel degree; may be given again.")] = (),
     max_tokens: Annotated[int, Option("Maximum tokens of a batch.", least=1)] = 2048,
-    model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write LLMServingSim's table of layers."""
     from ..common.parquet import write_table
     from ..predict.export.simulators import llmservingsim_layers
-    from ..simulate.step.named_workloads import read_workload
 
-    _, latency = _priced(device, model)
-    work = read_workload(workload, settings)
-    table = llmservingsim_layers(work, _once(tp), max_tokens, latency)
+    latency = layers.latency()
+    table = llmservingsim_layers(layers.read(), layers.degrees, max_tokens, latency)
     write_table(table, out)
     wrote(out, f"{len(table)} rows")
 

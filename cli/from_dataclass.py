@@ -71,8 +71,10 @@ class _Setting:
         elif self.item:
             hint = list.__class_getitem__(self.item)
         if default is not _REQUIRED:
-            if option.parse or option.collect or self.item or default is MISSING:
-                default = option.typed
+            if option.shown:
+                default = option.shown(default)
+            elif option.parse or option.collect or self.item or default is MISSING:
+                default = None
             elif option.unit is not None and isinstance(default, int | float):
                 default = type(option.unit)(default / option.unit)
             hint = hint | None if default is None else hint

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..common.options import (
+    DeviceList,
     DeviceOpt,
     Fallback,
     Json,
@@ -88,10 +89,7 @@ class Asked(Modelled):
     """What is predicted: programs on devices or a cluster."""
 
     programs: ProgramsOrNone = ()
-    device: Annotated[
-        str,
-        Option("Name (opcast device --list), device file, or 'local'; several with commas."),
-    ] = "local"
+    device: DeviceList = "local"
     strict: Annotated[bool, Option("Fail if a kernel has no learned estimate.", ("--strict",))] = (
         False
     )

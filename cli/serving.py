@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,13 +19,7 @@ from ..common.options import (
 )
 from ..common.progress import wrote
 from ..models.core.registry import OPERATOR_MODEL
-from ..predict.cluster.serving_case import (
-    EngineOptions,
-    FleetCase,
-    JudgedBy,
-    ModelCase,
-    ServingCase,
-)
+from ..predict.cluster.serving_case import SearchCase, ServingCase
 from ..server.settings import ServerSettings
 from ..simulate.serving.policies import ROUTERS
 from .options import make_console, print_answer, print_json, refuse, refuse_unused, workload_of
@@ -33,7 +27,7 @@ from .options import make_console, print_answer, print_json, refuse, refuse_unus
 if TYPE_CHECKING:
     from ..predict.cluster.deployment import Deployment
     from ..predict.cluster.serving import ServingPredictor
-    from ..predict.cluster.serving_case import LoadSpec
+    from ..predict.cluster.serving_case import EngineOptions, LoadSpec
 
 #: Load where none is given: a share of the throughput of so many requests sent at once, at which
 #: queues are short. Engineering estimates.
@@ -81,8 +75,7 @@ def simulate_serving(
     _refuse_loads(context, load, offline)
     if not case.fleet.prefill:
         refuse(context, "engines that run prompts themselves", PREFILLED)
-    if not case.options.drafts:
-        refuse(context, "decoding without --drafts", {"accepted", "draft"})
+    _refuse_drafts(context, case.options)
     if bool(case.fleet.cluster) == bool(case.fleet.device):
         raise typer.BadParameter("give either --cluster or --device")
     from ..common.chrome_trace import write_trace
@@ -174,6 +167,12 @@ def _refuse_loads(context: typer.Context, load: LoadSpec, offline: bool) -> None
             refuse(context, mode, {"rate", "burstiness", *others, *drawn.get(name, ())})
 
 
+def _refuse_drafts(context: typer.Context, options: EngineOptions) -> None:
+    """Refuse settings of speculative decoding without ``--drafts``."""
+    if not options.drafts:
+        refuse(context, "decoding without --drafts", {"accepted", "draft"})
+
+
 def _refuse_unread(
     context: typer.Context, deployment: Deployment, load: LoadSpec, offline: bool
 ) -> None:
@@ -195,42 +194,17 @@ def _predictor(model: str, serving: str) -> ServingPredictor:
     return ServingPredictor(load_serving_operators(model), ServingModel.find(serving))
 
 
-@dataclass(frozen=True)
-class Searched:
-    """What ``plan-serving`` searches: deployments on devices under a load, and how."""
-
-    device: Annotated[str, Option("Device, such as h100-sxm, or its file.")]
-    gpus: Annotated[
-        int, Option("Number of devices at most; fewer are tried too.", least=1, most=4096)
-    ]
-    load: Annotated[
-        str,
-        Option(
-            "concurrency=64 or rate=4 (burstiness=0.5), prompt=1024,output=256,count=500; or "
-            "trace=FILE."
-        ),
-    ]
-    together: Annotated[bool, Option("Try no workers that run prompts alone.", ("--together",))] = (
-        False
-    )
-    all_gpus: Annotated[
-        bool, Option("Compare deployments on all of the devices alone.", ("--all-gpus",))
-    ] = False
-    operators: Annotated[str, Option("Operator model; 'roofline' for the plain roofline.")] = (
-        OPERATOR_MODEL
-    )
-    serving: ServingModelOpt = "default"
-
-
 def plan_serving(
     context: typer.Context,
-    searched: Searched,
-    asked: ModelCase,
-    options: EngineOptions,
-    judged: JudgedBy,
+    case: SearchCase,
     workload: Annotated[
-        str, Option("Model by name, as of simulate-serving.", ("--workload", "--model"))
+        str, Option("Name of the model, as for simulate-serving.", ("--workload", "--model"))
     ] = "",
+    all_gpus: Annotated[
+        bool, Option("Try only deployments that use all of the devices.", ("--all-gpus",))
+    ] = False,
+    operators: OperatorModelOpt = OPERATOR_MODEL,
+    serving: ServingModelOpt = "default",
     top: Annotated[int, Option("Number of deployments to print.", least=1)] = 10,
     json_output: Json = False,
 ) -> None:
@@ -241,48 +215,37 @@ def plan_serving(
     """
     if json_output:
         refuse(context, "--json, which has all deployments", {"top"})
-    if searched.gpus == 1:
+    if case.gpus == 1:
         of_several = {"all_gpus", "transfer", "router"}
         refuse(context, "a single device (--gpus 1)", of_several)
-    if searched.together:
-        refuse(context, "engines that run prompts themselves (--together)", {"transfer"})
-    if not options.drafts:
-        refuse(context, "decoding without --drafts", {"accepted", "draft"})
+    if case.together:
+        refuse(context, "a search without prefill workers (--together)", {"transfer"})
+    _refuse_drafts(context, case.options)
     from ..common.progress import counting
-    from ..predict.cluster.deployment import deployment_of
-    from ..predict.cluster.serving_load import parse_load, parse_slo
-    from ..predict.plan.serving_search import search
+    from ..predict.plan.serving_search import search_case
     from ..predict.render.serving import print_plans
     from ..simulate.serving.checkpoints import find_checkpoint
 
-    chosen = workload_of(workload, asked.hf, served=True)
-    # Caches move where the search puts prompts apart.
-    case = ServingCase(asked, FleetCase(device=searched.device), replace(options, transfer=0.0))
-    base = replace(deployment_of(case, files=True), options=options, context=0)
-    spec, kept = parse_load(searched.load), parse_slo(judged.slo)
-    predictor = _predictor(searched.operators, searched.serving)
-    # Progress goes to standard error, as that of sweeps.
+    chosen = workload_of(workload, case.model.hf, served=True)
+    predictor = _predictor(operators, serving)
     with counting("deployments") as tell:
-        plans = search(
+        plans = search_case(
             predictor,
-            base,
-            searched.gpus,
-            spec,
-            kept,
-            apart=not searched.together,
-            fewer=not searched.all_gpus,
+            case,
+            files=True,
+            fewer=not all_gpus,
             show=lambda done, of, what: tell(done, of),
         )
     checkpoint = find_checkpoint(chosen)
     if json_output:
-        print_json(plans.to_dict(checkpoint, judged.price))
+        print_json(plans.to_dict(checkpoint, case.judged.price))
     else:
-        print_plans(make_console(), plans, checkpoint, top, judged.price)
-    if plans.best is None and not plans.stopped:
-        raise typer.Exit(1)
+        print_plans(make_console(), plans, checkpoint, top, case.judged.price)
     if plans.stopped:
-        typer.echo("stopped: these are the deployments that were simulated until then", err=True)
+        typer.echo("stopped: only the deployments simulated so far are compared", err=True)
         raise typer.Exit(130)
+    if plans.best is None:
+        raise typer.Exit(1)
 
 
 def serve(settings: ServerSettings) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..common.options import (
+    Budget,
     Json,
     ModelOpt,
     Option,
@@ -17,7 +18,6 @@ from ..common.options import (
     folder,
     json_file,
     page_file,
-    seconds_of,
     table_file,
 )
 from ..workflows.settings import TrainSettings, TuneSettings
@@ -117,9 +117,7 @@ def tune(settings: TuneSettings) -> None:
 
 def demo(
     out: Out = Path("demo-out"),
-    budget: Annotated[
-        float, Option("Time to spend on calibrating.", parse=seconds_of, typed="3m")
-    ] = 180.0,
+    budget: Budget = 180.0,
 ) -> None:
     """Predict for absent chips, calibrate to this machine, test, track."""
     from ..workflows.demo import run_demo

@@ -6,7 +6,7 @@ A request is a frozen dataclass, whose fields are annotated with an :class:`Opti
     class Load:
         section: ClassVar[str] = "Load"
         rate: Annotated[float, Option("Requests per second.", least=0.0)] = 0.0
-        timeout_s: Annotated[float, Option("Time limit.", parse=seconds_of, typed="60s")] = 60.0
+        budget_s: Budget = 600.0
         price: Annotated[Mapping[str, float], Option("Price.", collect=prices_of)] = …
         spec: DeviceSpec | None = None  # without an Option: not on the command line
 
@@ -43,7 +43,7 @@ class Option:
         section: Section of a long help; by default the attribute ``section`` of the dataclass.
         parse: Converts text to the field's value, such as :func:`seconds_of`. Raises a
             ``ValueError`` whose message states the valid form.
-        typed: With ``parse``: the default in its form on the command line.
+        shown: With ``parse``: formats the default for ``--help``, such as :func:`duration_text`.
         collect: Like ``parse``, for all texts of a repeatable option.
         check: Takes the value and returns it, or raises a ``ValueError``, such as :func:`folder`.
         least: Smallest number, in the option's unit.
@@ -61,7 +61,7 @@ class Option:
     names: tuple[str, ...] = ()
     section: str = ""
     parse: Callable[[str], object] | None = None
-    typed: str | None = None
+    shown: Callable[[Any], str] | None = None
     collect: Callable[[Sequence[str]], object] | None = None
     check: Callable[[Any], object] | None = None
     least: float | None = None
@@ -125,6 +125,12 @@ def seconds_of(text: str) -> float:
         ValueError: It is not a positive, finite duration.
     """
     return _quantity(text, _SECONDS, "duration", "90s, 10m or 2h")
+
+
+def duration_text(seconds: float) -> str:
+    """Format a duration as :func:`seconds_of` reads it, in the largest unit that divides it."""
+    unit = next(u for u in ("h", "m", "s") if seconds % _SECONDS[u] == 0.0 or u == "s")
+    return f"{seconds / _SECONDS[unit]:g}{unit}"
 
 
 def bytes_of(text: str) -> float:
@@ -210,6 +216,15 @@ Out = Annotated[Path, Option("Folder to write.", check=folder)]
 Data = Annotated[Sequence[Path], Option("Dataset folder; may be given again.")]
 Seed = Annotated[int, Option("Random seed.", least=0)]
 Threads = Annotated[int, Option("Threads for training.", least=1)]
+Budget = Annotated[
+    float,
+    Option(
+        "Time to spend, such as 90s, 10m or 2h.",
+        ("--budget",),
+        parse=seconds_of,
+        shown=duration_text,
+    ),
+]
 Top = Annotated[int, Option("Number of kernels to print.", least=1)]
 Timeline = Annotated[Path | None, Option("Write a Chrome trace, .json.", check=json_file)]
 Ray = Annotated[str, Option("Address of a Ray cluster; 'local' starts one.")]
@@ -233,6 +248,11 @@ TorchFrameworkOpt = Annotated[
     str, Option("A PyTorch program's kernels: xla, torch-eager, torch-compiled; or a,b of them.")
 ]
 DeviceOpt = Annotated[str, Option("Name (opcast device --list), device file, or 'local'.")]
+DeviceList = Annotated[
+    str,
+    Option("Name (opcast device --list), device file, or 'local'; several with commas."),
+]
+AbsentDevice = Annotated[str, Option("Device name or file.")]
 Devices = Annotated[
     Sequence[str], Option("Device name or file; may be given again.", ("--device",))
 ]

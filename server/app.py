@@ -247,7 +247,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
             service.device(service.model(None), device)
         # ``find_cluster`` also reads files; no name in a request may be used as a path.
         if cluster.lower().endswith((".yaml", ".yml")):
-            raise RequestError(422, "files of the server are not read", where="cluster")
+            raise RequestError(422, "the server does not read files", where="cluster")
         task = {"kind": kind, "model": service.operator_model(query.model)}
         work = service.sandbox.run(task, query.model_dump_json().encode())
         status, found = await _while_connected(request, work)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from ..common.options import flat_options
 from ..common.types import JsonMapping, JsonObject
-from ..predict.cluster.serving_case import EngineOptions, JudgedBy, ModelCase, ServingCase
+from ..predict.cluster.serving_case import SearchCase, ServingCase
 from ..predict.cluster.step_case import StepCase
 from .schemas import (
     AXES,
@@ -53,10 +53,10 @@ def body_of(name: str, case: type, base: type[B], narrower: JsonMapping, *left_o
             hint = Literal[option.choices]
         if field.name in narrower:
             hint, limits = narrower[field.name], {}
-        made_anew = field.default_factory is not MISSING
-        limits |= (
-            {"default_factory": field.default_factory} if made_anew else {"default": field.default}
-        )
+        if field.default_factory is not MISSING:
+            limits["default_factory"] = field.default_factory
+        elif field.default is not MISSING:
+            limits["default"] = field.default
         # Names of options are those of fields.
         words = option.help.replace("--", "").replace(", or a YAML file", "")
         made[field.name] = (hint, Field(description=words, **limits))
@@ -156,6 +156,7 @@ _SERVING: JsonObject = {
     # The simulation takes 0.1 ms a request, and each answer is three runs.
     **dict.fromkeys(("concurrency", "batch", "count"), Annotated[int, Field(ge=0, le=100_000)]),
     **dict.fromkeys(("transfer", "rate", "price"), _Price),
+    "gpus": Annotated[int, Field(ge=1, le=256)],
     "burstiness": Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)],
     "drafts": Annotated[int, Field(ge=0, le=64)],
     "accepted": Annotated[float, Field(ge=1, le=65, allow_inf_nan=False)],
@@ -181,26 +182,13 @@ SimulateServingQuery = body_of(
 )
 
 
-@dataclass(frozen=True)
-class SearchCase:
-    """What deployments have in common, and what makes one good."""
-
-    model: ModelCase
-    options: EngineOptions
-    judged: JudgedBy
-
-
 class SearchBody(ModelBody):
     """Deployments on devices under a load, as ``opcast plan-serving`` searches them."""
 
     device: Name = Field(description="A device that GET /v1/devices lists, or an alias of it.")
-    gpus: Annotated[int, Field(ge=1, le=256)] = Field(
-        description="Number of devices at most; fewer are tried too."
-    )
     load: Annotated[str, Field(max_length=120, pattern=LOAD)] = Field(
         description="concurrency=64 or rate=4, with prompt=1024,output=256,count=500."
     )
-    together: bool = Field(False, description="Try no workers that run prompts alone.")
     model_config = ConfigDict(json_schema_extra=example_of("SearchBody"))
 
 

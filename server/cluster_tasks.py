@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 from ..common.errors import PlanError
 from ..common.options import made
 from ..common.types import JsonMapping
-from .cluster_schemas import (
-    PlanServingQuery,
-    SearchCase,
-    SimulateQuery,
-    SimulateServingQuery,
-    SweepQuery,
-)
+from .cluster_schemas import PlanServingQuery, SimulateQuery, SimulateServingQuery, SweepQuery
 from .tasks import Predictors, Task
 
 if TYPE_CHECKING:
@@ -122,27 +116,20 @@ def plan_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str
     Raises:
         OpcastError: The model, load or device does not fit.
     """
-    from ..predict.cluster.deployment import deployment_of
     from ..predict.cluster.serving import ServingPredictor
-    from ..predict.cluster.serving_case import FleetCase, ServingCase
-    from ..predict.cluster.serving_load import parse_load, parse_slo
-    from ..predict.plan.serving_search import search
+    from ..predict.cluster.serving_case import SearchCase
+    from ..predict.cluster.serving_load import parse_load
+    from ..predict.plan.serving_search import search_case
     from ..simulate.serving.checkpoints import find_checkpoint
 
     given = PlanServingQuery.model_validate_json(payload).model_dump()
     case = made(SearchCase, given)
-    spec = parse_load(given["load"])
-    if spec.requests is not None:
-        raise PlanError("files of the server are not read", where="load")
-    options = case.options
+    if parse_load(case.load).requests is not None:
+        raise PlanError("the server does not read files", where="load")
+    predictor = ServingPredictor(_operators(predictors, task))
     with _served(given, case.model) as model:
-        # Caches move where the search puts prompts apart.
-        own = ServingCase(model, FleetCase(device=given["device"]), replace(options, transfer=0.0))
-        base = replace(deployment_of(own, files=model.hf is not None), options=options, context=0)
+        found = search_case(predictor, replace(case, model=model), files=model.hf is not None)
         checkpoint = find_checkpoint(model.workload or str(model.hf))
-    predictor, kept = ServingPredictor(_operators(predictors, task)), parse_slo(case.judged.slo)
-    apart = not given["together"]
-    found = search(predictor, base, given["gpus"], spec, kept, apart=apart)
     return found.to_dict(checkpoint, case.judged.price)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..common.errors import OpcastError
-from ..common.options import Option, seconds_of
+from ..common.options import Option, duration_text, seconds_of
 
 _LOOPBACK_NAME = "localhost"
 
@@ -48,7 +48,13 @@ class ServerSettings:
     ] = False
     timeout_s: Annotated[
         float,
-        Option("Time limit of a request.", ("--timeout",), "Run", parse=seconds_of, typed="60s"),
+        Option(
+            "Time limit of a request.",
+            ("--timeout",),
+            "Run",
+            parse=seconds_of,
+            shown=duration_text,
+        ),
     ] = 60.0
     # Limits and sizes are engineering estimates.
     max_body_bytes: Annotated[

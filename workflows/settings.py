@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from ..common.options import (
+    Budget,
     Data,
     ModelOpt,
     Option,
+    Out,
     OwnDevices,
     Seed,
     Threads,
@@ -51,14 +53,9 @@ class ProfileSettings(Settings):
     """Settings of ``opcast profile``."""
 
     command: ClassVar[str] = "profile"
-    out: Annotated[Path, Option("Folder to write.", check=folder)]
+    out: Out
     device: Annotated[str, Option("cpu, gpu, tpu or local.")] = "local"
-    budget_s: Annotated[
-        float,
-        Option(
-            "Time to spend, such as 90s, 10m or 2h.", ("--budget",), parse=seconds_of, typed="10m"
-        ),
-    ] = 600.0
+    budget_s: Budget = 600.0
     seed: Seed = 0
     suite: Annotated[str, Option("Zoo suite: quick, standard or full.")] = "standard"
     # Repeats DEFAULT_MIX of datagen/profile/plan.py, so that --help can show it.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ...common.errors import ProfileError
-from ...common.options import Option, folder, seconds_of
+from ...common.options import Option, duration_text, folder, seconds_of
 from ...common.types import JsonMapping, JsonObject
 
 #: Specification of a case: sizes and words by name.
@@ -46,7 +46,12 @@ class CampaignSettings:
     out: Annotated[Path, Option("Folder to write; the same one again goes on.", check=folder)]
     budget_s: Annotated[
         float,
-        Option("Time of all slices together.", ("--budget",), parse=seconds_of, typed="25m"),
+        Option(
+            "Time of all slices together.",
+            ("--budget",),
+            parse=seconds_of,
+            shown=duration_text,
+        ),
     ] = 1500.0
     slice_s: Annotated[
         float | None,

@@ -306,3 +306,26 @@ class ServingCase:
     options: EngineOptions = field(default_factory=EngineOptions)
     load: LoadSpec = field(default_factory=LoadSpec)
     judged: JudgedBy = field(default_factory=JudgedBy)
+
+
+@dataclass(frozen=True)
+class SearchCase:
+    """A search for the best deployment of a model on devices under a load."""
+
+    model: ModelCase
+    options: EngineOptions
+    judged: JudgedBy
+    device: Annotated[str, Option("Device, such as h100-sxm, or its file.")]
+    gpus: Annotated[
+        int, Option("Maximum number of devices; fewer are tried too.", least=1, most=4096)
+    ]
+    load: Annotated[
+        str,
+        Option(
+            "concurrency=64 or rate=4 (burstiness=0.5), prompt=1024,output=256,count=500; or "
+            "trace=FILE."
+        ),
+    ]
+    together: Annotated[bool, Option("Do not try separate prefill workers.", ("--together",))] = (
+        False
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ...common.options import LoweringOpt, ModelOpt, Option, Ray, bytes_of, folder, seconds_of
+from ...common.options import Budget, LoweringOpt, ModelOpt, Option, Ray, bytes_of, folder
 
 #: Mesh axes in rank order, outermost first: the axes that communicate most often are innermost,
 #: where links are fastest.
@@ -63,15 +63,7 @@ class PlanCase:
             parse=_batch_dims,
         ),
     ] = None
-    budget_s: Annotated[
-        float,
-        Option(
-            "Time of the search, such as 90s, 10m or 1h.",
-            ("--budget",),
-            parse=seconds_of,
-            typed="10m",
-        ),
-    ] = 600.0
+    budget_s: Budget = 600.0
     memory: Annotated[
         float, Option("Memory to use per device, such as 60GiB; default: all.", parse=bytes_of)
     ] = 0.0

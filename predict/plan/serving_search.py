@@ -10,11 +10,11 @@ from ...features.devices.catalogue import read_device
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
 from ...simulate.serving.served import EnginePlan
-from ..cluster.deployment import Deployment, Workers, check_blocks
+from ..cluster.deployment import Deployment, Workers, check_blocks, deployment_of
 from ..cluster.serving import ServingPredictor
-from ..cluster.serving_case import LoadSpec
+from ..cluster.serving_case import FleetCase, LoadSpec, SearchCase, ServingCase
 from ..cluster.serving_engine import engine_cache, engine_memory
-from ..cluster.serving_load import draw, is_open, load_of
+from ..cluster.serving_load import draw, is_open, load_of, parse_load, parse_slo
 from .serving_answer import Planned, ServingPlans
 
 #: Batch limits per rank to try below the framework's default, trading throughput for latency.
@@ -82,6 +82,35 @@ def deployments(base: Deployment, devices: int, apart: bool = True) -> Iterator[
 def counts(devices: int) -> list[int]:
     """Return the numbers of devices to try: powers of two, and all of them."""
     return [*(1 << n for n in range((devices - 1).bit_length())), devices]
+
+
+def search_case(
+    predictor: ServingPredictor,
+    case: SearchCase,
+    *,
+    files: bool,
+    fewer: bool = True,
+    show: Show = lambda done, of, what: None,
+) -> ServingPlans:
+    """Search the deployments of a case.
+
+    Args:
+        predictor: Predicts them.
+        case: The model, the devices, the load and the SLO.
+        files: Whether the model's name may be a file.
+        fewer: As for :func:`search`.
+        show: As for :func:`search`.
+
+    Raises:
+        OpcastError: The model, device, load or SLO is not usable.
+    """
+    # A transfer rate applies only to the deployments of the search with prefill workers.
+    engines = replace(case.options, transfer=0.0)
+    served = ServingCase(case.model, FleetCase(device=case.device), engines)
+    base = replace(deployment_of(served, files=files), options=case.options, context=0)
+    load, slo = parse_load(case.load), parse_slo(case.judged.slo)
+    apart = not case.together
+    return search(predictor, base, case.gpus, load, slo, apart=apart, fewer=fewer, show=show)
 
 
 def search(

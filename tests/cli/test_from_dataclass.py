@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from opcast.cli.from_dataclass import flat, names_of
 from opcast.cli.lazy import GroupedCommand
 from opcast.cli.options import refuse_unused
-from opcast.common.options import Option, json_file, seconds_of
+from opcast.common.options import Budget, Option, json_file
 
 
 def speeds(texts: Sequence[str]) -> dict[int, float]:
@@ -37,9 +37,7 @@ class Place:
 class Case:
     place: Place
     names: Annotated[tuple[str, ...], Option("Name.", ("--name",))] = ()
-    budget_s: Annotated[float, Option("Time.", ("--budget",), parse=seconds_of, typed="10m")] = (
-        600.0
-    )
+    budget_s: Budget = 600.0
     memory: Annotated[int, Option("GiB.", unit=2.0**30, least=1.0)] = 2 * 2**30
     out: Annotated[Path | None, Option("File.", check=json_file)] = None
     strict: Annotated[bool, Option("Strict.", ("--strict",), section="Estimates")] = False

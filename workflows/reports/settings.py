@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from ...common.options import Devices, LoweringOpt, Option, Seed, Threads, called, folder, json_file
+from ...common.options import (
+    Devices,
+    LoweringOpt,
+    Option,
+    Out,
+    Seed,
+    Threads,
+    called,
+    folder,
+    json_file,
+)
 from ..settings import Settings
 
 Figures = Annotated[Path, Option("JSON file for the figures.", check=json_file)]
@@ -56,7 +66,7 @@ class PagesSettings(Settings):
     """Settings of ``opcast report pages``."""
 
     command: ClassVar[str] = "report pages"
-    out: Annotated[Path, Option("Folder to write.", check=folder)]
+    out: Out
     left_out: Annotated[
         Path | None,
         Option("Folder of tables of train --left-out (steps.parquet ...): plot them anew."),
@@ -151,7 +161,7 @@ class FidelitySettings(Settings):
             "Estimators, comma-separated.",
             ("--model",),
             parse=_names,
-            typed="roofline,scalesim,zigzag,learned,compiler",
+            shown=",".join,
         ),
     ] = ("roofline", "scalesim", "zigzag", "learned", "compiler")
     suite: Annotated[str, Option("Zoo suite: quick, standard, full; default: small programs.")] = ""

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from ...common.errors import AbsentError, OpcastError, SeveralDevicesError
 from ...common.files import parse_yaml, printable
-from ...common.options import Fallback, LoweringOpt, ModelOpt, Option, Trips, seconds_of
+from ...common.options import (
+    DeviceList,
+    Fallback,
+    LoweringOpt,
+    ModelOpt,
+    Option,
+    Trips,
+    seconds_of,
+)
 from ...common.progress import stages
 from ...common.types import JsonMapping
 from ...common.units import duration, likely
@@ -46,10 +54,7 @@ class DiffSettings:
             shows_default=False,
         ),
     ] = ""
-    device: Annotated[
-        str,
-        Option("Name (opcast device --list), device file, or 'local'; several with commas."),
-    ] = ""
+    device: DeviceList = ""
     budget: Annotated[
         Path | None, Option("YAML file of programs and their limits: exits with 1 beyond one.")
     ] = None
