@@ -1,4 +1,4 @@
-"""Commands that compare a model with measurements, and adapt it to them."""
+"""Commands that compare a model with measurements and adapt it to them."""
 
 from __future__ import annotations
 
@@ -37,38 +37,37 @@ def calibrate(
     context: typer.Context,
     settings: CalibrateSettings,
     steps: Annotated[
-        Path | None, Option("Instead: table of measured training steps of your own cluster.")
+        Path | None, Option("Instead, a table of training steps measured on your cluster.")
     ] = None,
     serving: Annotated[
-        Path | None, Option("Instead: table of 5 to 20 measured serving runs of your own stack.")
+        Path | None, Option("Instead, a table of 5 to 20 serving runs measured on your stack.")
     ] = None,
 ) -> None:
-    """Adapt a model to a device from few, actively chosen samples.
+    """Adapt a model to a device from a few actively chosen samples.
 
-    The samples come from a dataset (--data) or are measured here (--budget). With --steps, the
-    step model is adapted to a cluster; with --serving, the serving model to a stack.
+    The samples come from a dataset (--data) or are measured here (--budget). --steps adapts the
+    step model to a cluster instead, --serving the serving model to a serving stack.
     """
     named_out(settings.out, folder if steps is None and serving is None else json_file)
     if (steps or serving) is not None:
         run_kind(context, kinds_of("calibrate"))
         return
     measured = settings.budget_s is not None
-    # Whatever is measured here describes this machine.
+    # Measuring happens on this machine.
     settings = replace(settings, device=settings.device or ("local" if measured else ""))
     if not settings.device:
         raise typer.BadParameter(
-            "give --budget 3m to measure this machine; --device and --data of another; or --steps "
-            "or --serving of a cluster"
+            "give --budget 3m to measure this machine, --device and --data for another device, or "
+            "--steps or --serving for a cluster"
         )
     if bool(settings.data) == measured:
         raise typer.BadParameter("give either --data or --budget")
 
-    # After the checks above: imports of numpy and pandas take longer than a refusal should.
+    # Imported after the checks, so that a refusal is immediate.
     console = make_console()
     if measured:
         from ..workflows.calibrate_by_measuring import run_calibrate_budget
 
-        # Options for datasets would be ignored silently, so they are refused.
         used = {"budget_s", "device", "model", "out", "seed"}
         refuse_unused(context, "measuring here (--budget)", used)
         run_calibrate_budget(console, settings)
@@ -85,10 +84,10 @@ def calibrate(
 
 
 def drift(settings: DriftSettings) -> None:
-    """Say how stale a model is on new measurements, and repair it.
+    """Test whether new measurements have drifted from a model, and repair it.
 
-    Rows are judged by library, version, family and device. What has drifted is repaired with
-    samples of its own, and judged on its other rows before and after.
+    Rows are tested by library, version, family and device. Each drifted group is repaired with a
+    few of its samples; its other rows give the error before and after.
     """
     from ..workflows.measured.drift import run_drift
 
@@ -100,11 +99,11 @@ def check(
     program: ProgramOrNone = None,
     trace: Annotated[
         Path | None,
-        Option("Instead of running it: a trace of jax.profiler, torch.profiler or Nsight Systems."),
+        Option("Instead of running it: trace of jax.profiler, torch.profiler or Nsight Systems."),
     ] = None,
     device: Annotated[
         str | None,
-        Option("What a trace ran on: name or device file; by default as it says, or this machine."),
+        Option("Device of the trace, name or file; default: the one that it records, or local."),
     ] = None,
     device_index: DeviceIndex = None,
     model: ModelOpt = "default",
@@ -113,8 +112,8 @@ def check(
 ) -> None:
     """Compare predicted with measured times, kernel by kernel.
 
-    The program runs here; or, with --trace, ran somewhere, and what explains the difference is
-    shown: kernels by class, gaps, communication, the clock.
+    The program runs here. With --trace, a recorded run is compared instead, and the difference is
+    attributed to classes of kernels, gaps, communication and the clock.
     """
     if json_output:
         refuse(context, "--json, which has all kernels", {"top"})
@@ -129,8 +128,8 @@ def check(
     refuse(context, "running the program here", {"device_index"})
     if device not in (None, "local"):
         raise typer.BadParameter(
-            "the program runs on this machine; --device names what a --trace ran on, and opcast "
-            "predict --device predicts for another"
+            "the program runs on this machine: --device names the device of a --trace; to predict "
+            "for another device, use opcast predict --device"
         )
     if program is None:
         raise typer.BadParameter("give a PROGRAM to run, or --trace")
@@ -145,7 +144,7 @@ def check(
 
 
 def _saved(program: Path, folder: Path) -> Path:
-    """The file of a program; a function is written to one, since it is measured from there."""
+    """File of a program; a function is first written to one, because measuring reads a file."""
     own = program_of(program)
     if isinstance(own, Path):
         return own

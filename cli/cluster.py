@@ -1,4 +1,4 @@
-"""Commands about clusters: their collectives, and a training step under a parallel plan."""
+"""Commands about clusters: networks, collectives, and training steps under a parallel plan."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from ..common.progress import wrote
 from ..predict.cluster.step_case import StepCase
 from .options import make_console, print_answer, print_json, refuse, refuse_unused, workload_of
 
+#: Folds of the cross-validation of a calibration.
+_FOLDS = 4
+
 if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
@@ -50,7 +53,7 @@ def cluster(
 ) -> None:
     """Print a cluster: its network, collective times and sources.
 
-    Collectives run over all ranks as one group.
+    The collectives span all ranks.
     """
     from ..common.errors import DeviceError
     from ..common.files import write_text
@@ -68,7 +71,7 @@ def cluster(
     if name is None:
         raise DeviceError("no cluster given", hint="opcast cluster NAME, or --list")
     chosen = find_cluster(name)
-    # An unknown device is refused before anything is written.
+    # Before anything is written, in case the device is unknown.
     device = _device_name(chosen)
     if save is not None:
         save_cluster(chosen, save)
@@ -86,7 +89,7 @@ def cluster(
 def _print_cluster(cluster: Cluster, device: str) -> None:
     from rich.table import Table
 
-    # Wider than the default, for tables of seven columns whose sources would wrap.
+    # Wider than the default: long sources would wrap in a table of seven columns.
     console = make_console(140)
     title = f"{cluster.name}: {cluster.size} × {device}"
     table = Table(
@@ -100,8 +103,8 @@ def _print_cluster(cluster: Cluster, device: str) -> None:
     console.print(table)
     if whole := [d.name or d.kind for d in cluster.topology.dims if d.efficiency == 1.0]:
         console.print(
-            f"{', '.join(whole)}: no efficiency below 1 is given, so that collectives reach all of "
-            "the bandwidth; InfiniBand of the catalogue reaches 0.8, NVLink of H100 0.69"
+            f"{', '.join(whole)}: the efficiency is 1, so collectives use the whole bandwidth; in "
+            "the catalogue, InfiniBand reaches 0.8 and NVLink of H100 0.69"
         )
     if cluster.size > 1:
         console.print(_times(cluster))
@@ -110,7 +113,7 @@ def _print_cluster(cluster: Cluster, device: str) -> None:
 
 
 def _times(cluster: Cluster) -> Table:
-    """Collectives as steps on the cluster are priced by them."""
+    """Tabulate the collective times that step predictions on the cluster use."""
     from rich.table import Table
 
     from ..models.collectives.on_cluster import ClusterCollectives
@@ -123,13 +126,13 @@ def _times(cluster: Cluster) -> Table:
         "µs, all ranks",
         *("64 KiB", "16 MiB", "1 GiB", "90 %"),
         "by",
-        caption="sizes: bytes that each rank puts in (all_gather: its own share); 90 % interval "
-        "and origin at 1 GiB: measured curves, of this machine (known) or of others (new), or the "
+        caption="sizes: input bytes per rank (all_gather: its shard); 90 % interval and origin of "
+        "the estimate at 1 GiB: measured curves of this machine (known) or of others (new), or the "
         "closed form of an algorithm",
     )
     collectives = ClusterCollectives()
     for kind in COLLECTIVES:
-        # A transfer has two ends.
+        # A transfer is between two ranks.
         group = 2 if kind == "send_recv" else cluster.size
         found = [collectives.estimate(kind, size, group, cluster) for size in sizes]
         last = found[-1]
@@ -140,7 +143,7 @@ def _times(cluster: Cluster) -> Table:
 
 
 def _device_name(cluster: Cluster) -> str:
-    """Name of the device, also where the cluster's file names it by the path of another file.
+    """Name of a cluster's device, which the cluster may give as the path of a device file.
 
     Raises:
         DeviceError: There is no such device.
@@ -160,8 +163,8 @@ def calibrate_collectives(
         Path | None,
         Option("JSON file for the fitted model.", check=json_file),
     ] = None,
-    device: Annotated[str, Option("Device of the rows that do not name one.")] = "",
-    op: Annotated[str, Option("Collective, if nccl-tests output does not name it.")] = "",
+    device: Annotated[str, Option("Device of rows that do not name one.")] = "",
+    op: Annotated[str, Option("Collective of nccl-tests output that does not name it.")] = "",
     report: Annotated[
         bool,
         Option("Print errors on held-out rows and on held-out machines.", ("--report",)),
@@ -181,7 +184,7 @@ def calibrate_collectives(
 ) -> None:
     """Fit the collective model to measurements.
 
-    With --report, print how well the fit predicts other measurements.
+    With --report, print its errors on held-out measurements.
     """
     from ..common.errors import DatasetError
     from ..common.tables_text import print_frame
@@ -195,7 +198,7 @@ def calibrate_collectives(
     if out is None:
         refuse(context, "a report without --out", {"fresh", "join"})
     if fresh and join:
-        raise typer.BadParameter("--fresh fits everything, --join keeps what is there; give one")
+        raise typer.BadParameter("give one of --fresh, which fits all anew, and --join")
     rows, find = read_collectives(data, device, op)
     if report:
         _report(rows, find, not known_only, json_output)
@@ -210,10 +213,10 @@ def calibrate_collectives(
             print_frame(
                 make_console(140),
                 model.joined_errors().reset_index(),
-                "rows not learned from: error in %, coverage in %",
+                "held-out rows: error in %, coverage in %",
             )
     else:
-        # A few rows adapt their own machine; the shipped parameters stay for everything else.
+        # The rows change only the parameters of their machines.
         shipped = CollectiveModel.find()
         model = shipped.calibrated(rows, find)
         if len(rows) > 1:
@@ -224,17 +227,13 @@ def calibrate_collectives(
         _print_fit(rows, find, model, json_output)
 
 
-#: Parts of the rows that are left out in turn.
-_FOLDS = 4
-
-
 def _check_left_out(
     shipped: CollectiveModel, rows: pd.DataFrame, find: FindLinks, *, quiet: bool
 ) -> None:
-    """Judge a calibration on rows that it did not learn from: every part of them in turn.
+    """Cross-validate a calibration against the shipped parameters.
 
     Raises:
-        WorseModelError: It is worse there than the shipped parameters.
+        WorseModelError: The calibration has the larger error on held-out rows.
     """
     import numpy as np
     from rich.console import Console
@@ -248,7 +247,7 @@ def _check_left_out(
         own = shipped.calibrated(rows[part != fold].reset_index(drop=True), find)
         left = rows[part == fold].reset_index(drop=True)
         after[part == fold] = np.log(own.predict(left, find)["latency_s"].to_numpy())
-    errors = (mean_error(measured - said) for said in (before, after))
+    errors = (mean_error(measured - predicted) for predicted in (before, after))
     check_unseen(
         Console(quiet=True) if quiet else make_console(), f"{len(rows)} collectives", *errors
     )
@@ -258,7 +257,7 @@ def _report(rows: pd.DataFrame, find: FindLinks, unseen: bool, json_output: bool
     from ..common.tables_text import print_frame
     from ..models.collectives.study import KNOWN, UNSEEN, study, summary
 
-    # Fits take minutes: progress goes to stderr, apart from --json.
+    # Fits take minutes; progress goes to stderr, separate from --json.
     errors = study(rows, find, lambda text: typer.echo(text, err=True), unseen)
     known = [["source"], ["source", "size"], ["op"], ["machine"], ["fabric", "world_size"]]
     tables = {", ".join(by): summary(errors, by, KNOWN) for by in known}
@@ -277,7 +276,7 @@ def _report(rows: pd.DataFrame, find: FindLinks, unseen: bool, json_output: bool
 def _print_fit(
     rows: pd.DataFrame, find: FindLinks, model: CollectiveModel, json_output: bool
 ) -> None:
-    """Print three parameters of each machine and operation, and the errors on the fitted rows."""
+    """Print launch, latency and efficiency by machine and operation, and the errors of the fit."""
     import numpy as np
 
     from ..common.tables_text import print_frame
@@ -290,7 +289,7 @@ def _print_fit(
     errors = rows[[]].assign(**names, fitted=100 * np.abs(predicted / latency - 1))
     result = summary(errors, ["machine", "fabric", "op", "backend"], ["fitted"])
     three = fit_three(table, latency)
-    # In the units of a cluster file, so that they can be pasted there.
+    # In the units of a cluster file, for pasting into one.
     for i, key in enumerate(("launch_us", "latency_us", "efficiency")):
         result[key] = [round(float(three[f, o, b, m][i]), 3) for m, f, o, b in result.index]
     if json_output:
@@ -299,7 +298,7 @@ def _print_fit(
     print_frame(
         make_console(140),
         result.reset_index(),
-        "fitted rows: error in %; launch, latency of a step, share of the link",
+        "fitted rows: error in %; launch, latency per step, efficiency of the link",
     )
 
 
@@ -316,7 +315,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict one training step on a cluster: time, memory, efficiency."""
-    # Without jitter nothing is drawn, so a seed would have no effect.
+    # Without jitter nothing is random.
     if not case.jitter:
         refuse(context, "a step without --jitter", {"seed"})
     from ..common.chrome_trace import write_trace
@@ -349,7 +348,7 @@ def simulate(
         write_text(html, step_page(prediction))
         wrote(html, "page; open it in a browser")
     if json_output:
-        # Said on standard error as well, which programs do not read.
+        # Also in the JSON, because programs do not read standard error.
         notes = [*workload_notes(named), *prediction.notes()]
         print_json({**prediction.to_dict(), "notes": notes})
         return

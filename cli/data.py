@@ -1,4 +1,4 @@
-"""Commands about devices, the zoo's workloads and datasets: measured, imported, generated."""
+"""Commands about devices, zoo workloads and datasets."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def zoo_export(
         Option("Setting of the workload, such as batch=8; may be given again.", ("--set",)),
     ] = (),
     form: Annotated[str, Option("text, bytecode, portable or jax-export.", ("--format",))] = "text",
-    mesh: Annotated[str, Option("Partition it over a mesh of (absent) devices: fsdp=4,tp=2.")] = "",
+    mesh: Annotated[str, Option("Mesh to partition it over, such as fsdp=4,tp=2.")] = "",
     device: Annotated[
-        str, Option("Device that JAX lowers it for: random numbers differ.")
+        str, Option("Device that JAX lowers it for, which affects random numbers.")
     ] = "local",
 ) -> None:
     """Write a workload as StableHLO."""
@@ -102,25 +102,25 @@ def data_import(
     out: Out,
     program: Annotated[
         Sequence[Path],
-        Option("Of a trace without HLO: the program that ran; may be given again."),
+        Option("Program of a trace that contains no HLO; may be given again."),
     ] = (),
     device: Annotated[
         Sequence[str],
         Option(
-            "What a trace or campaign ran on: name or device file; by default as it says, or this "
-            "machine. Of published tables: file of a device that is not in the catalogue; may be "
+            "Device of a trace or campaign, name or file; default: the one that it records, or "
+            "local. For published tables: file of a device that is not in the catalogue; may be "
             "given again."
         ),
     ] = (),
     device_index: DeviceIndex = None,
     keep_names: Annotated[
         bool,
-        Option("Of a trace: keep names of programs, kernels and operators.", ("--keep-names",)),
+        Option("For traces: keep names of programs, kernels and operators.", ("--keep-names",)),
     ] = False,
 ) -> None:
     """Convert published latency tables, traces or a campaign into a dataset.
 
-    An import that was stopped resumes.
+    A stopped import resumes when it is run again.
     """
     if kind == "trace":
         from ..workflows.traces.importing import run_import_traces
@@ -180,9 +180,9 @@ def audit(
     device: OwnDevices = (),
     json_output: Json = False,
 ) -> None:
-    """Find rows of measured tables that are impossible, or that others contradict.
+    """Find impossible or contradictory rows in measured tables.
 
-    The exit status is 1 if a row is impossible, such as one that is faster than the peak.
+    The exit status is 1 if a row is impossible, such as one that exceeds the device's peak.
     """
     from ..common.parquet import write_table
     from ..common.tables_text import print_frame
@@ -224,7 +224,7 @@ def data_compile(
     device: Devices = (),
     budget: Budget = 1200.0,
     suite: Annotated[str, Option("Zoo suite: quick, standard, full; '' for none.")] = "quick",
-    # Mix of a round: engineering estimates, many small programs beside one real model.
+    # Programs per round: engineering estimates, many small programs for each real model.
     ops: Annotated[int, Option("Single-op programs in a round.", least=0)] = 16,
     random: Annotated[int, Option("Random programs in a round.", least=0)] = 8,
     zoo: Annotated[int, Option("Zoo programs in a round.", least=0)] = 1,
@@ -233,12 +233,12 @@ def data_compile(
     ] = 0,
     seed: Seed = 0,
     merge: Annotated[
-        bool, Option("Finally merge the shards into one file, one row for each kernel.")
+        bool, Option("Merge the shards into one file at the end, with one row per kernel.")
     ] = True,
 ) -> None:
     """Collect the TPU compiler's estimates of kernels.
 
-    The labels are the compiler's own cost estimates, not measurements.
+    The labels are the compiler's cost estimates, not measurements.
     """
     from ..datagen.compile.plan import CompilePlan
     from ..datagen.compile.run import compile_dataset, merge_dataset
@@ -256,7 +256,7 @@ def data_compile(
         f"{result.samples} estimates of kernels of {result.programs} programs, {result.failed} "
         f"failed, {result.elapsed_s:.0f} s, {result.stopped}",
     )
-    # Status 130, as after any other Ctrl-C; what was compiled is on disk.
+    # Ends with status 130; the finished compilations are on disk.
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
     if merge and result.samples:
@@ -299,7 +299,8 @@ def data_simulate(
 ) -> None:
     """Label the kernels of programs with a simulator.
 
-    The default device is tpu-v3, or this machine with iree. A run that was stopped resumes.
+    The default device is tpu-v3, or this machine with iree. A stopped run resumes when it is run
+    again.
     """
     from ..predict.devices import shown_devices
     from ..workflows.label_with_simulator import simulate_dataset
@@ -311,15 +312,16 @@ def data_simulate(
         wrote(
             out,
             f"{done.samples} kernels of {done.programs} programs on {done.device}, source "
-            f"{done.source}; {done.skipped} programs were done before, {done.refused} kernels are "
-            "not supported",
+            f"{done.source}; {done.skipped} programs skipped as already labelled, {done.refused} "
+            "kernels not supported",
         )
 
 
 def profile(settings: ProfileSettings) -> None:
     """Measure kernels and programs on a device into a dataset.
 
-    It can be stopped at any time, and resumes. On a Ray cluster --budget is that of each host.
+    It can be stopped at any time and resumes when it is run again. On a Ray cluster, --budget
+    applies to each host.
     """
     from ..workflows.profile import run_profile
 
@@ -327,10 +329,11 @@ def profile(settings: ProfileSettings) -> None:
 
 
 def campaign(settings: CampaignSettings) -> None:
-    """Measure a GPU or TPU by value in minutes, into one archive to keep and give.
+    """Measure a GPU or TPU in minutes, most valuable cases first, into one archive to share.
 
-    It survives kills, resumes and ends on time. The exit status is 3 if --slice ended it and the
-    same command goes on, 1 if nothing could be measured. --plan tells what it would measure.
+    It ends on time, and resumes when it was killed. The exit status is 3 if --slice ended it and
+    running it again continues, and 1 if nothing could be measured. --plan lists the cases without
+    measuring them.
     """
     from ..workflows.campaign import run_campaign
 
@@ -361,6 +364,6 @@ def device(
         refuse_unused(context, "a known device", {"name", "json_output"})
         show_device(make_console(), name, as_json=json_output)
     else:
-        # As a file: the output can be redirected, edited, and given to --device.
+        # Printed as a device file, which can be edited and given to --device.
         spec = measure_device(save=save, tell=lambda what: typer.echo(f"warning: {what}", err=True))
         sys.stdout.write(spec.to_json() + "\n")

@@ -1,4 +1,4 @@
-"""Commands on what changes a time: versions of a program or a device, and whether a model fits."""
+"""Commands that compare versions of programs and devices, and check whether memory suffices."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def diff(
     markdown: Annotated[bool, Option("Print Markdown.", ("--markdown",))] = False,
     json_output: Json = False,
 ) -> None:
-    """Compare two versions of a program: slower or faster, how sure that is, and why.
+    """Compare two versions of a program: which is faster, with what probability, and why.
 
-    Kernels that both have cancel. With limits it exits with 1 beyond one of them.
+    Errors of kernels that both versions contain cancel. The exit status is 1 if a limit is
+    exceeded.
     """
     if settings.budget is None:
         if not (settings.new and settings.device):
@@ -75,15 +76,15 @@ def diff(
         raise typer.Exit(1)
 
 
-#: Parameters of a step alone, and of a program alone.
+#: Parameters that apply only to a step, and only to a program.
 _OF_STEPS = ("hf", "settings", "cluster", "plan")
 _OF_PROGRAMS = ("train", "loss", "lowering", "trip_count")
 
 
 def fit(context: typer.Context, asked: FitSettings, json_output: Json = False) -> None:
-    """Say whether a program or a training step fits the memory of devices; exits with 1 if not.
+    """Check whether a program or a training step fits in device memory; exits with 1 if not.
 
-    A program needs --device; a step of a model --workload or --hf, with --device or --cluster.
+    Give a program and --device, or a model by --workload or --hf and --device or --cluster.
     """
     stepped = bool(asked.workload or asked.hf)
     if stepped == (asked.program is not None):
@@ -115,7 +116,7 @@ def fit(context: typer.Context, asked: FitSettings, json_output: Json = False) -
 
 @dataclass(frozen=True)
 class Subject:
-    """The program or operator that is predicted on a device and on designs of it."""
+    """A program or operator to predict on a device and on variants of the device."""
 
     program: ProgramOrNone = None
     op: OpOpt = ""
@@ -125,11 +126,11 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """What is predicted, in words."""
+        """Name of the program or operator, for messages."""
         return self.op or str(self.program)
 
     def prices(self, context: typer.Context, device: str) -> tuple[DeviceSpec, Price]:
-        """The device, and what predicts the program or operator on it and on designs of it."""
+        """The device, and a function that predicts the program or operator on variants of it."""
         if (self.program is None) == (not self.op):
             raise typer.BadParameter("give either a PROGRAM or an operator with --op")
         if self.program is None:
@@ -149,7 +150,7 @@ class Subject:
 
 
 def sensitivity(context: typer.Context, subject: Subject, json_output: Json = False) -> None:
-    """Say by how much each rate of a device changes a predicted time."""
+    """Print how much each hardware rate of a device changes a predicted time."""
     from ..predict.designs import sensitivity as find
     from ..predict.render.difference import print_sensitivity
 
@@ -159,10 +160,10 @@ def sensitivity(context: typer.Context, subject: Subject, json_output: Json = Fa
 
 
 def design(context: typer.Context, subject: Subject, json_output: Json = False) -> None:
-    """Compare the designs of a device file with their base.
+    """Compare the designs in a device file with the device that they are based on.
 
-    A ratio's interval leaves out the errors that both share; energy, area and price are compared
-    where they are known.
+    The interval of a ratio excludes errors that both designs share. Energy, area and price are
+    compared if they are known.
     """
     from ..features.devices.catalogue import load_designs, unchanged
     from ..predict.designs import compare_designs
@@ -172,7 +173,9 @@ def design(context: typer.Context, subject: Subject, json_output: Json = False) 
     base = unchanged(device) if Path(device).suffix.lower() in (".yaml", ".yml") else None
     if base is None:
         raise DeviceError(
-            "names no base to compare with", where=device, hint="give a YAML file with base: NAME"
+            "has no base device to compare with",
+            where=device,
+            hint="give a YAML file with base: NAME",
         )
     _, price = subject.prices(context, base.name)
     found = compare_designs(price, base, load_designs(device), subject.name)

@@ -17,7 +17,7 @@ from .predict import Modelled, is_operator
 
 @dataclass(frozen=True)
 class Explained(Modelled):
-    """What is explained: a program's kernels or an operator."""
+    """The program or operator to explain."""
 
     program: ProgramOrNone = None
     kernel: Annotated[str | None, Option("Without --next: explain the kernel of this name.")] = None
@@ -25,7 +25,7 @@ class Explained(Modelled):
         int, Option("Without --next: number of costliest kernels to explain.", least=1)
     ] = 3
     neighbours: Annotated[
-        int, Option("Without --next: measured neighbours to print for each.", least=0)
+        int, Option("Without --next: number of measured neighbours to print for each.", least=0)
     ] = 3
     data: Annotated[
         Sequence[Path],

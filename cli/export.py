@@ -1,4 +1,4 @@
-"""Commands for other simulators: export of traces and tables, import of traces, HESPAS."""
+"""Commands that exchange traces and tables with other simulators."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def export_chakra(
 ) -> None:
     """Write Chakra traces and ASTRA-sim's input files.
 
-    One trace is written for each rank; ASTRA-sim runs on the folder. Of a partitioned program, or
-    of a training step as opcast simulate predicts it (--workload).
+    The traces, one per rank, are of a partitioned program or of a training step as predicted by
+    opcast simulate (--workload). ASTRA-sim runs on the folder.
     """
     if program is None:
         if not workload and hf is None:
@@ -85,7 +85,7 @@ def export_chakra(
     title = "{ranks} traces, {nodes} nodes"
     if program is None:
         title += (
-            "; step {step_us:,.0f} µs, communication of a rank {communication_us:,.0f} µs, by "
+            "; step {step_us:,.0f} µs, communication per rank {communication_us:,.0f} µs, by "
             "ASTRA-sim's formulas {astra_sim_communication_us:,.0f} µs"
         )
     _print(result, title, json_output)
@@ -141,7 +141,7 @@ def export_table(
     """Write latencies of operators and kernels as a table.
 
     The operators come from grids (--op), the kernels from programs; each row has an interval. A
-    device file with ranges gives rows for each design, and a column for each range.
+    device file with ranges gives rows for each design and a column for each range.
     """
     from ..common.errors import DatasetError
     from ..common.parquet import write_table
@@ -230,9 +230,9 @@ def export_vidur(
         lambda file, count: wrote(file, f"{count} rows"),
     )
     if cluster and not any("all_reduce" in file for file in rows):
-        typer.echo("no all_reduce.csv: a single worker (--tp 1) reduces nothing", err=True)
+        typer.echo("no all_reduce.csv: a single worker (--tp 1) has no all-reduce", err=True)
     if work.experts:
-        typer.echo(f"no mlp.csv: its columns hold no routed experts; {INSTEAD}", err=True)
+        typer.echo(f"no mlp.csv: it has no columns for routed experts; {INSTEAD}", err=True)
 
 
 def export_llmservingsim(
@@ -304,11 +304,11 @@ def export_xla_perf_table(
     ] = None,
     program: Annotated[
         Path | None,
-        Option("Tabulate the products of this program, not those of XLA's own table."),
+        Option("Tabulate the matrix products of this program, not those of XLA's table."),
     ] = None,
     dtype: Annotated[
         Sequence[str],
-        Option("Type of the products: bf16 (default), f16 or f32; may be given again."),
+        Option("Number format: bf16 (default), f16 or f32; may be given again."),
     ] = (),
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
@@ -335,7 +335,7 @@ def export_xla_perf_table(
         shapes = [shape for shape in shapes if not dtype or shape[-1] in dtype]
         if not shapes:
             raise ProgramError(
-                "the program has no product of the types of --dtype", where=str(program)
+                "the program has no matrix product in a format of --dtype", where=str(program)
             )
     text, notes = tables.matmul_table(shapes, spec, OpModel.load(find_model(model)))
     flag = "--xla_gpu_experimental_{}_perf_table_path={}"
@@ -359,10 +359,7 @@ def import_chakra(
     timeline: Timeline = None,
     json_output: Json = False,
 ) -> None:
-    """Read Chakra traces and replay them.
-
-    The replay takes the durations from the traces.
-    """
+    """Read Chakra traces and replay them with the durations that they record."""
     from ..common.chrome_trace import write_trace
     from ..simulate.chakra.folder import read_folder
     from ..simulate.chakra.timeline import run_traces
@@ -380,7 +377,6 @@ def _print(result: JsonObject, title: str, json_output: bool) -> None:
         print_json(result)
         return
     work = f"{result['compute_us']:,.0f} µs of {result['kernels']} kernels"
-    # Export and import share the fields of their summaries, hence one printer.
     lines = [title.format(**result), work]
     lines += [f"{k}: {v['count']}, {v['bytes']:,} bytes" for k, v in result["collectives"].items()]
     typer.echo("\n".join([lines[0], *(f"  {line}" for line in lines[1:])]))

@@ -1,13 +1,13 @@
-"""Forecasts: predictions that are dated before anybody has measured, and scored when somebody has.
+"""Forecasts: predictions that are dated before anyone has measured, and scored afterwards.
 
-A file of questions is YAML: ``questions`` maps a name to the command that answers it, as it is
-typed after ``opcast``, and where the answer is not ``latency_us`` of its JSON to that figure::
+A file of questions is YAML. ``questions`` maps each name to the command that answers it, without
+``opcast``. The answer is ``latency_us`` of the command's JSON, or the key given as ``figure``::
 
     questions:
       gemm-fp8-8192/rubin: predict --op 'linear m=8192 n=8192 k=8192 dtype=fp8' --device rubin.yaml
       decode-70b/rubin: {run: simulate-serving …, figure: median_tpot_ms}
 
-Files that commands name lie beside the file of questions.
+Paths in the commands are relative to the file of questions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .options import make_console, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-#: The figure of a question that names none.
+#: Default figure of a question.
 _FIGURE = "latency_us"
 
 
@@ -42,7 +42,7 @@ def forecast(
     out: Annotated[Path | None, Option("Write the forecast.", check=json_file)] = None,
     measured: Annotated[
         Path | None,
-        Option("Score the forecast by a table with the columns question and measured, .csv."),
+        Option("Score the forecast against a .csv table with columns question and measured."),
     ] = None,
 ) -> None:
     """Answer a file of questions before they are measured, or score the answers afterwards."""
@@ -56,12 +56,12 @@ def forecast(
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A question of a forecast.
 
     Attributes:
         words: The command line after ``opcast``.
-        figure: Of its JSON; ``<figure>_lo`` and ``<figure>_hi`` are its interval, of a latency
-            ``lo_us`` and ``hi_us``.
+        figure: Key of its JSON. The interval is ``<figure>_lo`` and ``<figure>_hi``; for
+            ``latency_us`` it is ``lo_us`` and ``hi_us``.
     """
 
     words: tuple[str, ...]
@@ -87,26 +87,28 @@ class Question:
         return cls(tuple(shlex.split(entry["run"])), str(entry.get("figure", _FIGURE)))
 
     def answer(self, name: str) -> dict[str, object]:
-        """Ask it: ``command``, ``figure``, and the figure's ``predicted``, ``lo`` and ``hi``.
+        """Run the command; return ``command``, ``figure``, ``predicted``, ``lo`` and ``hi``.
 
         Args:
-            name: Of the question, for messages.
+            name: Name of the question, for messages.
 
         Raises:
-            DatasetError: The command fails, or its answer has no such figure with an interval.
+            DatasetError: The command fails, or its JSON lacks the figure or its interval.
         """
         from ..common.errors import DatasetError, OpcastError
         from .main import app
 
-        said = io.StringIO()
+        output = io.StringIO()
         try:
-            with contextlib.redirect_stdout(said):
+            with contextlib.redirect_stdout(output):
                 app([*self.words, "--json"], standalone_mode=False)
         except (OpcastError, typer.BadParameter) as error:
             raise DatasetError(f"question {name}: {one_line(error)}") from None
-        found = json.loads(said.getvalue())
-        ends = ("lo_us", "hi_us") if self.figure == _FIGURE else _ends(self.figure)
-        figures = [found.get(key) for key in (self.figure, *ends)]
+        found = json.loads(output.getvalue())
+        bounds = (f"{self.figure}_lo", f"{self.figure}_hi")
+        if self.figure == _FIGURE:
+            bounds = ("lo_us", "hi_us")
+        figures = [found.get(key) for key in (self.figure, *bounds)]
         if None in figures:
             raise DatasetError(f"question {name}: the answer has no {self.figure} with an interval")
         return {
@@ -116,12 +118,8 @@ class Question:
         }
 
 
-def _ends(figure: str) -> tuple[str, str]:
-    return f"{figure}_lo", f"{figure}_hi"
-
-
 def _issue(path: Path, out: Path) -> None:
-    """Answer every question; a file that is there is dated, and stays as it is."""
+    """Answer every question and write the forecast; an existing forecast is never overwritten."""
     from .. import __version__
     from ..common.errors import DatasetError, FileError
     from ..common.files import write_text
@@ -130,9 +128,9 @@ def _issue(path: Path, out: Path) -> None:
 
     if out.exists():
         raise FileError(
-            "is there already, and a forecast is not rewritten",
+            "already exists, and a forecast is not overwritten",
             where=str(out),
-            hint="give another name, such as that of the month",
+            hint="give another name, such as one with the month",
         )
     questions = _questions(path)
     answers: dict[str, dict[str, object]] = {}
@@ -158,10 +156,10 @@ def _issue(path: Path, out: Path) -> None:
 
 
 def _questions(path: Path) -> dict[str, Question]:
-    """Questions of a file by name.
+    """Read the questions of a file, by name.
 
     Raises:
-        DatasetError: The file cannot be read, or holds no questions.
+        DatasetError: The file cannot be read or has no questions.
     """
     from ..common.errors import DatasetError
     from ..common.files import parse_yaml
@@ -177,7 +175,7 @@ def _questions(path: Path) -> dict[str, Question]:
 
 
 def _score(path: Path, measured: Path) -> None:
-    """Print what was forecast beside what was measured."""
+    """Print the forecast beside the measurements."""
     from ..common.tables_text import print_frame
     from ..workflows.judging import measured_rows
 
@@ -197,11 +195,11 @@ def _score(path: Path, measured: Path) -> None:
 
 
 def _scored(path: Path, measured: Path) -> pd.DataFrame:
-    """The questions of a forecast, with what was measured where it was.
+    """Join the questions of a forecast with the measurements that exist.
 
     Raises:
-        DatasetError: A file cannot be read, or the table measures what was not forecast, or states
-            what is no positive number.
+        DatasetError: A file cannot be read, or the table has a question that was not forecast, or
+            a measurement that is not a positive number.
     """
     import pandas as pd
 
@@ -214,15 +212,17 @@ def _scored(path: Path, measured: Path) -> pd.DataFrame:
         table = pd.read_csv(measured)[["question", "measured"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DatasetError(
-            f"no forecast, or no table of it: {error}",
+            f"cannot read the forecast or its measurements: {error}",
             where=f"{path}, {measured}",
-            hint="a forecast of --out, and a table with the columns question and measured, numbers "
-            "in the unit of the figure (latency_us: microseconds)",
+            hint="give a forecast written by --out, and a table with the columns question and "
+            "measured, in the unit of the figure (latency_us: microseconds)",
         ) from None
     unknown = sorted({*table["question"].astype(str)} - {*answers})
     if unknown or table.empty:
         raise DatasetError(
-            f"measures {', '.join(unknown) or 'nothing'}, which was not forecast",
+            f"has measurements of questions that were not forecast: {', '.join(unknown)}"
+            if unknown
+            else "has no measurements",
             where=str(measured),
         )
     check_measured(table, ["measured"], str(measured), row="question")

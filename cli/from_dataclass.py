@@ -1,11 +1,10 @@
-"""Options of a command from the fields of frozen dataclasses (``common/options.py``).
+"""Derive the options of a command from the fields of frozen dataclasses (``common/options.py``).
 
-A command takes dataclasses beside ordinary parameters; each of their fields becomes an option::
+A command may have dataclasses among its parameters; each of their fields becomes an option::
 
     def simulate(context: typer.Context, case: StepCase, json_output: Json = False) -> None: ...
 
-A field that is a dataclass itself is flattened, too. Several dataclasses of a command may share a
-field, which is then one option.
+Nested dataclasses are flattened. A field that several dataclasses of a command share is one option.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ class _Setting:
     """A field or parameter with an option.
 
     Attributes:
-        name: Its name.
-        type: Its type, without the option.
-        option: Its option.
-        default: Its default; ``Parameter.empty`` where it is required, ``MISSING`` where a factory
-            makes it.
-        section: Section of the dataclass.
+        name: Name of the field.
+        type: Type of the field without the option.
+        option: The option.
+        default: Default; ``Parameter.empty`` if it is required, ``MISSING`` if it comes from a
+            factory.
+        section: Help section of the dataclass.
     """
 
     name: str
@@ -47,24 +46,24 @@ class _Setting:
 
     @property
     def item(self) -> Any:
-        """Type of the items of a sequence, such as ``str`` of ``tuple[str, ...]``; else none."""
+        """Item type of a sequence, such as ``str`` for ``tuple[str, ...]``; else ``None``."""
         whole = get_origin(self.type) in (tuple, list, Sequence)
         return get_args(self.type)[0] if whole and not self.option.collect else None
 
     @property
     def number(self) -> bool:
-        """Whether the option's value is a number with a fraction, which may be written as nan."""
+        """Whether the option takes a float, which a user may write as ``nan``."""
         kinds = get_args(self.type) or (self.type,)
         return float in kinds and not self.option.parse and not self.option.collect
 
     @property
     def parameter(self) -> inspect.Parameter:
-        """The parameter as Typer reads it."""
+        """The parameter for Typer."""
         option, hint, default = self.option, self.type, self.default
         if option.collect:
             hint = list[str]
         elif option.parse:
-            # The parser makes the value, whatever its type.
+            # The parser converts the text, whatever the field's type.
             hint = str
         elif option.unit is not None:
             hint = type(option.unit)
@@ -97,7 +96,7 @@ class _Setting:
         return _parameter(self.name, Annotated[hint, mark], default)
 
     def given(self, value: Any) -> object:
-        """Its value from that of the option; ``MISSING`` where the default is to be taken."""
+        """Convert the option's value to the field's; ``MISSING`` to take the factory's default."""
         option = self.option
         if value is None and self.default is not _REQUIRED:
             return MISSING if self.default is MISSING else self.default
@@ -105,7 +104,7 @@ class _Setting:
             try:
                 return option.collect(value)
             except ValueError as error:
-                # Here rather than in Typer, which takes what is made of a list for a list.
+                # Not as Typer's callback, which requires a list in return.
                 spelt = option.names[0] if option.names else f"--{self.name.replace('_', '-')}"
                 raise typer.BadParameter(str(error), param_hint=f"'{spelt}'") from None
         if option.unit is not None:
@@ -115,11 +114,11 @@ class _Setting:
 
 
 def flat(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function for Typer, whose dataclasses are flattened into options.
+    """Make a function for Typer with the dataclass parameters flattened into options.
 
     Args:
         function: The command; its parameters are annotated with dataclasses, an
-            :class:`~opcast.common.options.Option` or whatever Typer takes.
+            :class:`~opcast.common.options.Option`, or annotations that Typer accepts.
     """
     cases: dict[str, type] = {}
     settings: dict[str, _Setting] = {}
@@ -143,51 +142,51 @@ def flat(function: Callable[..., None]) -> Callable[..., None]:
         own |= {name: setting.given(given[name]) for name, setting in settings.items()}
         function(**own, **{name: build(case, given) for name, case in cases.items()})
 
-    # Typer reads the one, and resolves the other.
+    # Typer reads the signature and resolves the annotations.
     command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     command.__annotations__ = {name: own.annotation for name, own in parameters.items()}
     return command
 
 
 def finite(value: float | None) -> float | None:
-    """Refuse what is no number: it would pass every comparison with a least and a largest one."""
+    """Refuse nan and infinity; nan would pass every check against a minimum and maximum."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a number")
     return value
 
 
 def told(function: Callable[[A], T]) -> Callable[[A], T]:
-    """Make a parser or check whose message Typer prints behind the option's name."""
+    """Wrap a parser or check so that Typer prints its message with the option's name."""
 
-    # Typer would give a function with more parameters than one the context as well.
+    # Typer passes the context to a function with more than one parameter.
     def told(value: A) -> T:
         try:
             return function(value)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 
-    # Typer names the type of a parser's option by it.
+    # Typer shows this name as the type of the option.
     told.__name__ = getattr(function, "__name__", "value")
     return told
 
 
 def names_of(*cases: type) -> set[str]:
-    """Names of the parameters that the fields of dataclasses become."""
+    """Names of the parameters made from the fields of dataclasses."""
     return {setting.name for case in cases for setting in _settings(case)}
 
 
 def build(case: type[T], given: Mapping[str, Any]) -> T:
-    """Make a dataclass from the values of parsed options, by name."""
+    """Make a dataclass from the values of parsed options by name."""
     values = {s.name: s.given(given[s.name]) for s in _settings(case, nested=False)}
     values |= {
         field.name: build(hint, given) for field, hint, _ in described(case) if _is_case(hint)
     }
-    # What was not given is left to the dataclass.
+    # Fields that were not given keep the default of the dataclass.
     return case(**{name: value for name, value in values.items() if value is not MISSING})
 
 
 def _settings(case: Any, nested: bool = True) -> Iterator[_Setting]:
-    """Fields of a dataclass that have options, and those of the dataclasses in it."""
+    """Fields that have options, including those of nested dataclasses."""
     for field, hint, option in described(case):
         default = field.default
         if default is MISSING and field.default_factory is MISSING:
@@ -199,7 +198,7 @@ def _settings(case: Any, nested: bool = True) -> Iterator[_Setting]:
 
 
 def _setting(name: str, hint: Any, default: object) -> _Setting | None:
-    """A parameter with an option; ``None`` without one."""
+    """The setting of a parameter; ``None`` if it has no option."""
     if get_origin(hint) is not Annotated:
         return None
     own, *marks = get_args(hint)

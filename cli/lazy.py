@@ -1,7 +1,7 @@
 """Command groups that import a command's module only when that command is used.
 
-``opcast --help`` lists names and one-line helps from a table; the module of a command is imported
-when the command runs or when its own ``--help`` is shown.
+``opcast --help`` takes names and one-line descriptions from a table; the module of a command is
+imported when the command runs or when its own ``--help`` is shown.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter, Parameter
 
 
-#: Most options that a help lists without sections.
+#: Maximum number of options that ``--help`` lists without sections.
 MOST_TOGETHER = 10
 with Path(__file__).with_name("commands.toml").open("rb") as _file:
-    #: Panels of ``opcast --help`` and sections of long helps, as they are listed.
+    #: Panels of ``opcast --help``, sections of long helps, and tables of commands.
     LISTED: JsonObject = tomllib.load(_file)
 SECTION_OF = {name: title for title, names in LISTED["sections"].items() for name in names}
 ORDER = ("Arguments", *LISTED["sections"], "Options")
@@ -37,11 +37,11 @@ class Command:
     """Where a command is implemented.
 
     Attributes:
-        module: Module of ``opcast.cli`` that has it.
+        module: Module in ``opcast.cli``.
         function: Name of the function in the module.
         help: One line for the list of commands: the first line of the function's docstring.
         settings: Click's context settings.
-        examples: Command lines that end its help.
+        examples: Command lines printed at the end of its help.
     """
 
     module: str
@@ -73,7 +73,7 @@ class Group:
 
 
 def entry_of(data: JsonMapping) -> Command | Group:
-    """Make a command, or a group of them, of its table in ``commands.toml``."""
+    """Make a command or a group from its table in ``commands.toml``."""
     given = dict(data)
     if "commands" in given:
         commands = {name: entry_of(own) for name, own in given.pop("commands").items()}
@@ -99,7 +99,7 @@ def lazy_app(group: Group, **settings: Any) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        # Help and errors hold names of files and programs, whose brackets are not markup.
+        # Names of files and programs may contain brackets, which are not markup.
         rich_markup_mode=None,
         help=group.help,
         **settings,
@@ -112,21 +112,21 @@ class LazyGroup(TyperGroup):
     table: Group
 
     def __init__(self, **attributes: Any) -> None:
-        """Take Click's attributes of a group; its own commands are those of the table."""
+        """Pass attributes to Click, and take the commands from the table."""
         super().__init__(**attributes)
         loaded = _LoadedCommands(self.table.commands)
         self.commands = cast("MutableMapping[str, ClickCommand]", loaded)
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """List the commands from the table, importing none of them."""
+        """List the commands of the table without importing them."""
         commands = self.table.commands
         for title, names in (self.table.panels or {"Commands": commands}).items():
             with formatter.section(title):
                 formatter.write_dl([(name, commands[name].help) for name in names])
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Parse the group's own options; name the new spelling of a former one."""
-        # Only words that would fail anyway: a former spelling never shadows a command.
+        """Parse the group's options; suggest the new spelling of a former command line."""
+        # Only for unknown commands, so that a former spelling never shadows a command.
         if args and args[0] not in self.commands:
             options = {word.partition("=")[0] for word in args}
             successor = next((c for o, c in self.table.former.items() if o in options), "")
@@ -139,18 +139,18 @@ class LazyGroup(TyperGroup):
 
 
 def spelt(parameter: Parameter) -> str:
-    """Name of a parameter as the command line has it, such as ``trip_count`` of ``--trip-count``.
+    """Name of a parameter as spelt on the command line: ``trip_count`` for ``--trip-count``.
 
-    A field of a dataclass may have another name.
+    The parameter's own name, a field of a dataclass, may differ.
     """
     return parameter.opts[0].lstrip("-").replace("-", "_")
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists many options by what they are about."""
+    """A command whose help groups its options into sections if it has many."""
 
     def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """List arguments, then the options, in sections where there are many."""
+        """List the arguments, then the options, in sections if there are many."""
         sections: dict[str, list[tuple[str, str]]] = {}
         options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
         for parameter in self.get_params(ctx):
@@ -170,7 +170,7 @@ class GroupedCommand(TyperCommand):
 
 
 class _LoadedCommands(Mapping[str, "ClickCommand"]):
-    """Commands of a table, each imported when it is first looked up."""
+    """Commands of a table, each imported on first access."""
 
     def __init__(self, table: Mapping[str, Command | Group]) -> None:
         self._table = table
@@ -189,20 +189,20 @@ class _LoadedCommands(Mapping[str, "ClickCommand"]):
 
 
 def _load(name: str, entry: Command | Group) -> ClickCommand:
-    """Make a command's Click object."""
+    """Make the Click command of an entry."""
     if isinstance(entry, Group):
         app = lazy_app(entry)
         # Without a callback, Typer turns an application with few commands into a single command.
         app.callback()(lambda: None)
     else:
-        # Not for the list of commands, which is to be there at once.
+        # Imported here because listing the commands must be fast.
         from .from_dataclass import flat
 
         app = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
         function = getattr(import_module(f"{__package__}.{entry.module}"), entry.function)
-        # \b keeps the lines as they are, to be copied.
+        # \b keeps the line breaks, so that the examples can be copied.
         lines = "\n".join(("\b", "Examples:", *(f"  {one}" for one in entry.examples)))
         app.command(
             name,

@@ -1,4 +1,4 @@
-"""Commands that lower and partition programs, and that manage target compilers."""
+"""Commands that lower and partition programs and manage target compilers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compiler:
-    """Limits and options of a target compiler, which runs in a process of its own.
+    """Limits and options of a target compiler, which runs in a separate process.
 
-    The defaults are those of ``CompileSettings``. An hour ends a compiler that hangs, not one that
-    is slow.
+    The defaults are those of ``CompileSettings``. The time limit of an hour is for compilers that
+    hang.
     """
 
     compile_timeout: Annotated[
         float, Option("Time limit of the compiler in seconds.", least=1e-3)
     ] = 3600.0
     compile_memory: Annotated[
-        float, Option("Memory limit of the compiler in GiB; 0: 80 % of this machine's.")
+        float, Option("Memory limit of the compiler in GiB; 0 for 80 % of this machine's memory.")
     ] = 0.0
     xla_flag: Annotated[Sequence[str], Option("XLA flag, NAME=VALUE; may be given again.")] = ()
     whole: Annotated[bool, Option("Compile every layer, even if layers repeat.", ("--whole",))] = (
@@ -43,7 +43,7 @@ class Compiler:
     )
 
     def settings(self) -> CompileSettings:
-        """Settings of the compiler's process.
+        """Convert to the settings of the compiler's process.
 
         Raises:
             typer.BadParameter: A flag has no value.
@@ -82,9 +82,9 @@ def lower(
 
     spec = None if device == "local" else resolve_device(device, {})
     if lowering in WITHOUT_COMPILER:
-        refuse(context, f"--lowering {lowering}, which makes no HLO", {"out"})
+        refuse(context, f"--lowering {lowering}, which produces no HLO", {"out"})
     _refuse_compiler_options(context, lowering, spec, compiler.xla_flag)
-    # ``cache=False`` neither reads nor writes an entry; ``None`` takes the default folder.
+    # ``False`` disables the cache; ``None`` is the default folder.
     lowered = lower_program(
         program_of(program),
         lowering,
@@ -96,7 +96,7 @@ def lower(
     if out is not None:
         if not lowered.hlo:
             raise LoweringError(
-                f"lowering {lowered.lowering} was taken, which makes no HLO to write",
+                f"lowering {lowered.lowering} was used, which produces no HLO",
                 where=str(out),
                 hint="leave --out out, or install the compiler: opcast compilers install",
             )
@@ -113,7 +113,7 @@ def _refuse_compiler_options(
     context: typer.Context, lowering: str, device: DeviceSpec | None, flags: Sequence[str]
 ) -> None:
     """Refuse options of a target compiler if none will run."""
-    # Options that only a target compiler in its own process reads.
+    # Options that apply only to a target compiler in a separate process.
     limits = names_of(Compiler) - {"xla_flag"} | {"fallback"}
     if lowering == "op":
         refuse(context, "--lowering op, which compiles nothing", limits | {"xla_flag", "cache"})
@@ -125,13 +125,13 @@ def _refuse_compiler_options(
             raise typer.BadParameter(
                 f"--lowering fused supports only --xla-flag {', '.join(HEEDED)}"
             )
-    # The local device is compiled for within this process, which nothing limits.
+    # The local device's compiler runs in this process, without limits.
     elif device is None or device.platform not in ("gpu", "tpu"):
         refuse(context, "this machine's own compiler", limits | {"xla_flag"})
 
 
 def summary(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, object]:
-    """Summarise a lowering as ``opcast lower --json`` prints it."""
+    """Summarise a lowering for ``opcast lower --json``."""
     kernels = [k for k in lowered.kernels if k.takes_time]
     memory = device.usable_bytes if device else 0.0
     return {
@@ -154,9 +154,9 @@ def summary(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, obj
 
 
 def _cycles(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, float]:
-    """The compiler's own estimate, if any, and the number of kernels without one."""
+    """The compiler's cost estimate, if any, and the number of kernels without one."""
     kernels = [k for k in lowered.kernels if k.takes_time]
-    # Only libtpu gives estimates; zero means that there are none.
+    # Only libtpu gives estimates; zero means none.
     cycles = sum(k.cycles * k.multiplicity for k in kernels)
     if not cycles:
         return {}
@@ -185,7 +185,7 @@ def _print_summary(data: JsonObject) -> None:
     if "estimated_cycles" in data:
         time = f", {duration(data['estimated_us'])}" if "estimated_us" in data else ""
         echo(
-            f"the compiler's own estimate: {data['estimated_cycles']:,.0f} cycles{time}, without "
+            f"the compiler's estimate: {data['estimated_cycles']:,.0f} cycles{time}, without "
             f"{data['kernels_without_estimate']} kernels"
         )
     if data["compile_seconds"]:
@@ -197,10 +197,7 @@ def _print_summary(data: JsonObject) -> None:
 def install(
     platform: Annotated[Sequence[str], Option("gpu, tpu, or both.", argument=True)],
 ) -> None:
-    """Install compilers that match this jaxlib.
-
-    They go into a folder of their own.
-    """
+    """Install compilers that match this jaxlib, in a separate folder."""
     from rich.console import Console
 
     from ..features.lowering.target_compiler.install import install_compiler, packages
@@ -228,10 +225,10 @@ def list_compilers() -> None:
 
 
 def _flag_value(text: str) -> str | int | bool | float:
-    # Before numbers: XLA's compile options are typed, and a text in place of a bool is refused.
+    # XLA's compile options are typed: it refuses a string in place of a bool or a number.
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    # In this order: a number without a point is an integer to XLA's flags.
+    # int first: a number without a decimal point is an integer flag.
     for kind in (int, float):
         try:
             return kind(text)
@@ -241,14 +238,14 @@ def _flag_value(text: str) -> str | int | bool | float:
 
 
 def _batch_found(source: SourceProgram) -> list[int] | None:
-    """Find the arguments that begin with the batch, by what products read; print them to stderr."""
+    """Find the arguments whose first dimension is the batch, and print them to stderr."""
     from ..predict.plan.program import read_planned
 
     own = read_planned(source).arguments
     found = [n for n, argument in enumerate(own) if argument.batch == 0]
     if found:
         names = ", ".join(own[n].name for n in found)
-        typer.echo(f"the batch is taken to be {names}; --batch-args names others", err=True)
+        typer.echo(f"taking {names} as the batch; to change this, give --batch-args", err=True)
     return found or None
 
 
@@ -264,12 +261,12 @@ def partition(
     ] = "",
     batch_args: Annotated[
         str,
-        Option("Indices of the batch arguments, as 3,4; default: those found."),
+        Option("Indices of the batch arguments, such as 3,4; default: found automatically."),
     ] = "",
     format: Annotated[str, Option("text or bytecode.")] = "text",
-    device: Annotated[str, Option("Device that a module.py:function is lowered for.")] = "local",
+    device: Annotated[str, Option("Device to lower a module.py:function for.")] = "local",
 ) -> None:
-    """Partition a program over a mesh or along its own shardings, with explicit collectives.
+    """Partition a program over a mesh or by its own shardings, with explicit collectives.
 
     The result can be given to opcast predict --cluster.
     """
@@ -289,7 +286,7 @@ def partition(
         raise typer.BadParameter("--format must be text or bytecode")
     opened = program_of(program)
     if isinstance(opened, Path):
-        refuse(context, "a program from a file, which is lowered already", {"device"})
+        refuse(context, "a program from a file, which is already lowered", {"device"})
     place = platform_of(resolve_device(device, {})) if device != "local" else None
     source = read_program(opened, platform=place)
     if not mesh:
@@ -299,11 +296,11 @@ def partition(
         wrote(out, f"{out.stat().st_size} bytes")
         return
     if chosen is None and not source.program.aliases and "fsdp" not in mesh:
-        # No argument is donated; donation would tell the state from the batch.
+        # Donated arguments would distinguish the state from the batch; there are none.
         chosen = _batch_found(source)
     written = partition_program(source, mesh, out, chosen, format)
     wrote(out, f"{out.stat().st_size} bytes")
     parameters = f"; parameters {size(written.parameter_bytes)}" if written.parameter_bytes else ""
-    typer.echo(f"collectives move {size(written.moved_bytes)} a run{parameters}")
+    typer.echo(f"collectives move {size(written.moved_bytes)} per run{parameters}")
     if written.note:
         typer.echo(f"{WARNING}{written.note}", err=True)

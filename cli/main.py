@@ -1,10 +1,10 @@
-"""The command line: its table of commands (``commands.toml``), and the entry point.
+"""The command-line application and its entry point.
 
-A command's module is imported when the command runs, so that ``opcast --help`` stays fast and the
-process is forked before anything heavy is loaded. Parsers and compilers of programs, and readers of
-tables and models, are native code, which a damaged file can crash: a command runs in a child
-process, for which this one waits, so that a crash ends in an error message. All commands but those
-in :data:`UNGUARDED` do.
+The commands are listed in ``commands.toml``. A command's module is imported when the command runs,
+so that ``opcast --help`` is fast and the process is forked before anything heavy is loaded.
+Parsers, compilers and file readers are native code that a damaged file can crash; every command
+except those in :data:`UNGUARDED` therefore runs in a child process, and the parent turns a crash
+into an error message.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ..common.child_process import die_with_parent
 from .lazy import LISTED, Command, Group, entry_of, lazy_app
 from .options import one_line
 
-#: Commands that read no untrusted file in their own process. They run until they are stopped, and
-#: leave whatever may crash to worker processes.
+#: Long-running commands that leave everything that may crash to worker processes of their own.
 UNGUARDED = ("demo", "profile", "serve", "ui")
-#: Seconds that a command gets to end in order after Ctrl-C or SIGTERM, which compilers do not look
-#: for: what `plan` has found takes a second to print, and more than three on a busy machine.
+#: Seconds between Ctrl-C or SIGTERM and SIGKILL. Compilers ignore the former; printing the results
+#: that `plan` has so far takes one second, and more than three on a busy machine.
 GRACE_S = 10.0
-#: The signal that ended a command in order.
+#: Exit status of a command ended by Ctrl-C, as shells report it.
+_STOPPED = 128 + signal.SIGINT
+#: The signal that stopped the command.
 _stopped_by = [signal.SIGINT.value]
 #: Signals that the parent waits for.
 _AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-# Signals by which native code fails: bad memory accesses, aborts, illegal instructions, arithmetic.
+# Signals that a crash of native code raises.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -42,15 +43,14 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
 
     Args:
         arguments: Arguments of the command line, without the program's name.
-        command: Runs the command; it ends with ``SystemExit``.
+        command: Runs the command and raises ``SystemExit``.
     """
-    # Elsewhere forking is unsafe (macOS frameworks) or absent (Windows); commands then run
-    # unguarded.
+    # Forking is unsafe with macOS frameworks and absent on Windows; commands run unguarded there.
     if not is_guarded(arguments) or not sys.platform.startswith("linux"):
         command()
         return
     parent = os.getpid()
-    # Blocked before there is a child, and taken from the queue: none that comes early is lost.
+    # Blocked before the fork, so that a signal that arrives early stays pending for sigwait.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     child = os.fork()
     if child == 0:
@@ -63,13 +63,13 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
 
 
 def stopped_text(arguments: Sequence[str]) -> str:
-    """Message for a command that Ctrl-C or SIGTERM ended."""
+    """Message for a command that was stopped by Ctrl-C or SIGTERM."""
     kept = LISTED["kept"]
     return f"opcast: stopped: {kept.get(arguments[0] if arguments else '', kept['else'])}\n"
 
 
 def ask_to_end(number: int, _frame: object) -> None:
-    """What SIGTERM does in a command: it ends as after Ctrl-C, and prints what is finished.
+    """Handle SIGTERM like Ctrl-C, so that a command prints its finished results.
 
     Raises:
         KeyboardInterrupt: Always.
@@ -79,18 +79,21 @@ def ask_to_end(number: int, _frame: object) -> None:
 
 
 def stopped_status() -> int:
-    """Status of a command that a signal ended in order, as shells report it."""
+    """Exit status of a command that a signal stopped, as shells report it."""
     return 128 + _stopped_by[0]
 
 
 def is_guarded(arguments: Sequence[str]) -> bool:
-    """Whether a command line names a command that runs in a child process."""
+    """Whether a command line runs in a child process."""
     # Options before a command (--help, --version) read no files.
     return bool(arguments) and arguments[0][:1] != "-" and arguments[0] not in UNGUARDED
 
 
 def _wait(child: int, arguments: Sequence[str]) -> int:
-    """Exit status for the parent, once the child has ended; signals awaited are blocked."""
+    """Wait for the child and return the parent's exit status.
+
+    The signals in :data:`_AWAITED` must be blocked.
+    """
     stopped, ended = 0, 0
     while not ended:
         if not stopped:
@@ -101,10 +104,10 @@ def _wait(child: int, arguments: Sequence[str]) -> int:
             os.kill(child, signal.SIGKILL)
             continue
         if got == signal.SIGINT:
-            # Ctrl-C reaches the child as well, which ends in order unless native code holds it.
+            # Ctrl-C also reaches the child, which handles it unless it is stuck in native code.
             stopped = signal.SIGINT
         elif got == signal.SIGTERM:
-            # SIGTERM reaches this process alone, so it is passed on.
+            # SIGTERM reaches only this process, so it is forwarded.
             stopped = signal.SIGTERM
             os.kill(child, signal.SIGTERM)
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -119,20 +122,17 @@ def _wait(child: int, arguments: Sequence[str]) -> int:
         files = [a for a in arguments[1:] if os.path.isfile(a)]  # noqa: PTH113 (before pathlib)
         where = f"{files[0]}: " if files else ""
         sys.stderr.write(
-            f"opcast: error: {where}native code crashed ({name}) while reading or compiling what "
-            "it was given (a file is damaged, or a compiler has a fault: where there is "
-            "--lowering, try --lowering op)\n"
+            f"opcast: error: {where}native code crashed ({name}) while reading or compiling its "
+            "input: a file is damaged or a compiler has a bug; if the command has --lowering, try "
+            "--lowering op\n"
         )
         return 1
     sys.stderr.write(f"opcast: error: the command was ended ({name})\n")
-    # The convention of POSIX shells for a process that a signal ended.
+    # The convention of POSIX shells for a process that was killed by a signal.
     return 128 + number
 
 
-#: Status of a command that Ctrl-C ended, as shells report it.
-_STOPPED = 128 + signal.SIGINT
-
-#: Panels of ``opcast --help``, with their commands and groups by name.
+#: Panels of ``opcast --help``: title to commands and groups by name.
 PANELS: dict[str, dict[str, Command | Group]] = {
     title: {name: entry_of(data) for name, data in panel.items()}
     for title, panel in LISTED["panels"].items()
@@ -167,8 +167,8 @@ def about(
 
 
 def main() -> NoReturn:
-    """Run the command line: one line on stderr and status 1 for every error."""
-    # Forks before anything heavy is imported: the copy is cheap, and no thread runs yet.
+    """Run the command line; every error ends as one line on stderr and exit status 1."""
+    # Forks before heavy imports, while a fork is cheap and no thread runs.
     guarded(sys.argv[1:], _main)
     raise SystemExit(0)
 
@@ -177,7 +177,7 @@ def _main() -> NoReturn:
     from ..common.errors import OpcastError, fault
     from ..models.estimators.xgboost_import import own_process
 
-    # This process is opcast's own, so XGBoost may be imported without scikit-learn.
+    # In opcast's own process, XGBoost can be imported without scikit-learn.
     own_process()
     try:
         app(standalone_mode=True)
@@ -188,7 +188,7 @@ def _main() -> NoReturn:
         sys.stderr.write(stopped_text(sys.argv[1:]))
         raise SystemExit(stopped_status()) from None
     except SystemExit as end:
-        # Typer ends a command so on Ctrl-C, without a word.
+        # Typer turns Ctrl-C into this status without a message.
         if end.code == _STOPPED:
             sys.stderr.write(stopped_text(sys.argv[1:]))
             raise SystemExit(stopped_status()) from None

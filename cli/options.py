@@ -1,4 +1,4 @@
-"""Shared by commands: the console, JSON output, refusals, and what options stand for."""
+"""Helpers of the commands: console, JSON output, refused options, and option values."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 
 class Answer(Protocol):
-    """What has plain data for ``--json``."""
+    """A result that ``--json`` can print."""
 
     def to_dict(self) -> Mapping[str, object]:
-        """Plain data."""
+        """Convert to JSON-serialisable data."""
 
 
-#: Longest error line to print, in characters: native parsers quote whole programs.
+#: Longest error line in characters; native parsers quote whole programs.
 LONGEST = 2000
 
-#: Lowerings that run no compiler, so that none can be missing or fail.
+#: Lowerings that do not run a compiler.
 WITHOUT_COMPILER = ("op", "fused")
 
 
 def named_out(out: Path | None, check: Callable[[Path | None], object]) -> None:
-    """Check an ``--out`` whose kind depends on other options.
+    """Check an ``--out`` whose file type depends on other options.
 
     Raises:
-        typer.BadParameter: Its name is not one of that kind.
+        typer.BadParameter: The name does not have that type.
     """
     try:
         check(out)
@@ -53,13 +53,13 @@ def named_out(out: Path | None, check: Callable[[Path | None], object]) -> None:
 def make_console(width: int = 120) -> Console:
     """Make a console as wide as the terminal or ``COLUMNS``, else ``width`` columns.
 
-    It prints text verbatim: no markup, no control sequences (``PlainConsole``).
+    It prints text verbatim, without markup or control sequences (``PlainConsole``).
     """
     from ..common.console import PlainConsole
 
-    # Rich assumes 80 columns for a pipe, where tables of kernels would wrap.
-    own = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return PlainConsole(width=None if own else width)
+    # Rich assumes 80 columns for a pipe, where kernel tables would wrap.
+    width_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return PlainConsole(width=None if width_known else width)
 
 
 def one_line(error: Exception) -> str:
@@ -67,25 +67,25 @@ def one_line(error: Exception) -> str:
     from ..common.files import printable
 
     line = printable(" ".join(str(error).split()))
-    # Both ends: what failed comes first, the reason often last.
+    # Keep both ends: the failed operation is named first, the reason often last.
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} […] {line[-LONGEST // 2 :]}"
 
 
 def print_json(data: object) -> None:
-    """Print plain data as one line of JSON."""
+    """Print data as one line of JSON."""
     sys.stdout.write(json.dumps(data) + "\n")
 
 
 def print_answer(
     as_json: bool, answer: Answer, show: Callable[..., None], *settings: object
 ) -> None:
-    """Print an answer as JSON, or in words.
+    """Print a result as JSON or as text.
 
     Args:
-        as_json: Whether as JSON.
-        answer: What is printed.
-        show: Printer of ``predict/render`` that takes a console, the answer and its settings.
-        settings: What the printer takes besides.
+        as_json: Whether to print JSON.
+        answer: The result.
+        show: Function of ``predict/render``, called with a console, the result and ``settings``.
+        settings: Further arguments of ``show``.
     """
     if as_json:
         print_json(answer.to_dict())
@@ -94,13 +94,13 @@ def print_answer(
 
 
 def given(context: typer.Context) -> dict[str, str]:
-    """Parameters that the user gave: name to spelling on the command line."""
+    """Parameters that the user gave, by name, with their spelling on the command line."""
     return {
         str(parameter.name): _spelling(context, parameter)
         for parameter in context.command.params
         if parameter.name is not None
         and (source := context.get_parameter_source(parameter.name)) is not None
-        # By source, not by value: an option set to its default was still given.
+        # By source rather than value, since an option may be set to its default.
         and source.name not in ("DEFAULT", "DEFAULT_MAP")
     }
 
@@ -113,11 +113,11 @@ def _spelling(context: typer.Context, parameter: Any) -> str:
 
 
 def refuse_unused(context: typer.Context, mode: str, used: Collection[str]) -> None:
-    """Refuse every given parameter that the command's current mode ignores.
+    """Refuse every given parameter that the command's current mode does not read.
 
     Args:
         context: Context of the command.
-        mode: Mode of the command, as the message names it.
+        mode: Mode of the command, for the message.
         used: Names of the parameters that the mode reads.
 
     Raises:
@@ -129,19 +129,19 @@ def refuse_unused(context: typer.Context, mode: str, used: Collection[str]) -> N
 def refuse(
     context: typer.Context, mode: str, spare: Collection[str], used: Collection[str] = ()
 ) -> None:
-    """Refuse some parameters, if the user gave them.
+    """Refuse some parameters if the user gave them.
 
     Args:
         context: Context of the command.
-        mode: Mode of the command, as the message names it.
-        spare: Names of the parameters that the mode ignores.
+        mode: Mode of the command, for the message.
+        spare: Names of the parameters that the mode does not read.
         used: Names of parameters that it reads; only checked for existence.
 
     Raises:
         typer.BadParameter: One of these options was given.
     """
     unknown = {*spare, *used} - _names(context)
-    # A misspelt name here would never refuse anything.
+    # A misspelt name would never match a given parameter.
     assert not unknown, f"not parameters: {sorted(unknown)}"
     ignored = [spelt for name, spelt in given(context).items() if name in spare]
     if ignored:
@@ -154,9 +154,9 @@ def _names(context: typer.Context) -> set[str]:
 
 
 def program_of(program: Path) -> Path | FunctionCall:
-    """Take an argument as a function with its example arguments if it is ``module.py:function``.
+    """Load the function if an argument has the form ``module.py:function``; else return it as is.
 
-    Only the command line does so, never the reader of programs: importing runs code.
+    This is left to the command line, not to the program reader, because importing runs code.
 
     Raises:
         ProgramError: The function cannot be imported, or has no example arguments.
@@ -170,11 +170,16 @@ def program_of(program: Path) -> Path | FunctionCall:
 def torch_program_of(
     program: Path | FunctionCall, train: str, loss: str
 ) -> Path | FunctionCall | TorchProgram:
-    """Take a ``.pt2`` file, or a module of a Python file, as PyTorch's; anything else as it is.
+    """Wrap a ``.pt2`` file or a PyTorch module as a PyTorch program; else return it unchanged.
+
+    Args:
+        program: The program's file or function.
+        train: Optimiser of a full training step; empty for inference.
+        loss: Loss function; empty if the module returns its loss.
 
     Raises:
-        ProgramError: The optimiser or the loss is unknown, or the program is to be trained but
-            is not PyTorch's.
+        ProgramError: The optimiser or the loss is unknown, or they are given for a program that
+            is not from PyTorch.
     """
     from ..common.errors import ProgramError
     from ..features.ir.jax_function import FunctionCall
@@ -193,9 +198,9 @@ def torch_program_of(
         found = as_torch_program(program, train=train, loss=named)
     if found is None and (train or loss):
         raise ProgramError(
-            "--train and --loss are for programs of PyTorch (.pt2, or a module in a Python file)",
+            "--train and --loss apply only to PyTorch (.pt2, or a module in a Python file)",
             where=program.origin if isinstance(program, FunctionCall) else str(program),
-            hint="leave them out: a function in JAX is its own training step",
+            hint="leave them out: write a JAX function as a whole training step",
         )
     return found or program
 
@@ -224,7 +229,7 @@ def workload_of(workload: str, hf: Path | None, served: bool = False) -> str:
 
 
 def measured_device(device: str, known: Mapping[str, DeviceSpec]) -> str | DeviceSpec:
-    """The device to predict for; for ``local`` this machine as it was measured, and runs now."""
+    """Name of the device to predict for; ``local`` becomes this machine at its present speed."""
     if device != "local":
         return device
     from ..workflows.profile import local_now
@@ -242,21 +247,21 @@ def require_plots() -> None:
 
     from ..common.errors import ModelError
 
-    # Looked for, not imported, which would be slow.
+    # find_spec, because importing is slow.
     if find_spec("matplotlib") is None:
         raise ModelError("matplotlib is not installed", hint="pip install 'matplotlib>=3.8,<4'")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a command does with a table of one kind, which an option names.
+    """How a command processes one kind of table, such as that of ``train --steps``.
 
     Attributes:
-        subject: What the command then does, for messages.
-        run: Its function in ``workflows``, as ``module:function``.
+        subject: Description of the action, for messages.
+        run: Function in ``workflows`` that performs it, as ``module:function``.
         reads: Parameters of the command that it reads, which are fields of the settings.
-        out: File that is written where none is named; empty for folders.
-        settings: Class of the settings, in ``workflows/settings.py``; ``tables`` has the tables.
+        out: Default output file; empty for folders.
+        settings: Class in ``workflows/settings.py``, whose field ``tables`` holds the tables.
         rest: Further settings.
     """
 
@@ -269,12 +274,12 @@ class Kind:
 
 
 def kinds_of(command: str) -> dict[str, Kind]:
-    """Kinds of tables of a command, by the option that names one."""
+    """Kinds of tables that a command accepts, by option name."""
     return {name: Kind(**own) for name, own in LISTED["tables"][command].items()}
 
 
 def run_kind(context: typer.Context, kinds: Mapping[str, Kind], *others: str) -> bool:
-    """Do what a command does with the table that one of several options names.
+    """Process the table that was given with one of several options.
 
     Args:
         context: Context of the command.
@@ -282,10 +287,10 @@ def run_kind(context: typer.Context, kinds: Mapping[str, Kind], *others: str) ->
         others: Parameters that may be given instead.
 
     Returns:
-        Whether one of ``kinds`` was given, rather than one of ``others``.
+        Whether one of ``kinds`` was given rather than one of ``others``.
 
     Raises:
-        typer.BadParameter: Not exactly one was given, or an option that it does not read.
+        typer.BadParameter: None or several were given, or an option that this kind does not read.
     """
     params = context.params
     chosen = [name for name in (*others, *kinds) if params[name]]

@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     Program = Path | FunctionCall | TorchProgram
 
 
-#: Parameters that only a program on a single device has.
+#: Parameters that apply only to a program on a single device.
 _OF_CASE = ("on_stream", "whole")
 
 
 @dataclass(frozen=True)
 class Modelled:
-    """By what programs are predicted or explained, and how they are made of what is given."""
+    """The device, model and lowering with which programs are predicted or explained."""
 
     device: DeviceOpt = "local"
     model: ModelOpt = "default"
@@ -74,11 +74,11 @@ class Modelled:
     loss: LossOpt = ""
 
     def opened(self, program: Path) -> Program:
-        """What a program's argument stands for."""
+        """Load the program of an argument: a path, a JAX function or a PyTorch program."""
         return torch_program_of(program_of(program), self.train, self.loss)
 
     def options(self, device: DeviceSpec | str | None, fallback: str = "") -> LoweringOptions:
-        """How programs are lowered for a device."""
+        """Make the lowering options for a device."""
         from ..features.lowering.options import LoweringOptions
 
         return LoweringOptions(self.lowering, device, self.trip_count, fallback)
@@ -86,7 +86,7 @@ class Modelled:
 
 @dataclass(frozen=True)
 class Asked(Modelled):
-    """What is predicted: programs on devices or a cluster."""
+    """The programs to predict, on devices or a cluster."""
 
     programs: ProgramsOrNone = ()
     device: DeviceList = "local"
@@ -94,20 +94,18 @@ class Asked(Modelled):
         False
     )
     fallback: Fallback = ""
-    cluster: Annotated[
-        str, Option("For a partitioned program: its cluster, such as h100-sxm-x4.")
-    ] = ""
+    cluster: Annotated[str, Option("Cluster of a partitioned program, such as h100-sxm-x4.")] = ""
     power_cap_w: PowerCapOpt = None
     on_stream: Annotated[
-        bool, Option("Leave out the host's call: time on the stream.", ("--on-stream",))
+        bool, Option("Exclude the launch by the host: time on the stream.", ("--on-stream",))
     ] = False
     whole: Annotated[
-        bool, Option("Let one device run all of a program for several.", ("--whole",))
+        bool, Option("Run a program for several devices whole on one device.", ("--whole",))
     ] = False
 
     @property
     def devices(self) -> list[str]:
-        """The devices, one by one."""
+        """The devices as a list."""
         return self.device.split(",")
 
     @property
@@ -116,14 +114,14 @@ class Asked(Modelled):
         return self.opened(self.programs[0])
 
     def case(self, program: object, device: DeviceSpec | str | None) -> ProgramCase:
-        """A program on a device, as it is asked about."""
+        """Make the case of a program on a device."""
         from ..predict.program.case import ProgramCase
 
         own = self.strict, self.power_cap_w, self.whole, self.on_stream
         return ProgramCase(program, self.options(device, self.fallback), (), {}, *own)
 
     def here(self, known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
-        """This machine as it was measured, and runs now; ``None`` if it was not asked for."""
+        """This machine at its present speed; ``None`` if it is not among the devices."""
         if "local" not in self.devices:
             return None
         found = measured_device("local", known)
@@ -133,12 +131,12 @@ class Asked(Modelled):
 
 @dataclass(frozen=True)
 class Shown:
-    """How the prediction of one program, or the table of several, is given."""
+    """How predictions are printed and written."""
 
     top: Top = 10
     json_output: Json = False
     timeline: Timeline = None
-    by: Annotated[str, Option("Rows of the table: kernel, line or module.")] = "kernel"
+    by: Annotated[str, Option("Rows of the printed table: kernel, line or module.")] = "kernel"
     out: Annotated[
         Path | None, Option("Write a table: .parquet, .csv or .json.", check=table_file)
     ] = None
@@ -146,14 +144,14 @@ class Shown:
     price: Prices = field(default_factory=dict)
 
     def one(self, prediction: Prediction | TorchPrediction) -> None:
-        """Give the prediction of one program."""
+        """Print and write the prediction of one program."""
         from ..common.progress import wrote
         from ..predict.program.many import price_of, run_cost
         from ..predict.program.prediction import Prediction
 
         price = price_of(prediction.device, self.price)
         if self.price and price is None:
-            raise typer.BadParameter(f"--price gives none of {prediction.device}")
+            raise typer.BadParameter(f"--price has no price for {prediction.device}")
         if self.timeline is not None:
             # Before printing, so that a closed pipe does not lose the file.
             from ..predict.export.timeline import write_chrome_trace
@@ -179,7 +177,10 @@ class Shown:
         known: Mapping[str, DeviceSpec],
         here: DeviceSpec | None,
     ) -> None:
-        """Predict programs on devices; exits with 1 if none, or with --strict not all, could be."""
+        """Predict programs on devices, and print and write a table.
+
+        Exits with 1 if every prediction failed, or if any did and ``--strict`` is set.
+        """
         from ..common.parquet import json_text, write_table
         from ..common.progress import counting, wrote
         from ..predict.program.many import find_chips, plot_predictions, predict_many
@@ -195,10 +196,10 @@ class Shown:
         if self.out is not None:
             write_table(frame, self.out)
             wrote(self.out, f"{len(frame)} rows")
+        failed = int((frame["error"] != "").sum())
         if self.plot is not None:
             plot_predictions(frame, self.plot)
-            lacks = int((frame["error"] != "").sum())
-            wrote(self.plot, f"plot, without {lacks} that have no time" if lacks else "plot")
+            wrote(self.plot, f"plot, without {failed} failed predictions" if failed else "plot")
         if self.json_output:
             typer.echo(json_text(frame))
         else:
@@ -207,18 +208,17 @@ class Shown:
             kept = f" and written to {self.out}" if self.out is not None else ""
             done = f"{len(frame) - left} of {len(frame)} predictions are shown{kept}"
             missing = ", ".join(dict.fromkeys(frame["device"].tail(left)))
-            typer.echo(f"interrupted: {done}; missing are {missing}", err=True)
+            typer.echo(f"interrupted: {done}; missing: {missing}", err=True)
             raise typer.Exit(130)
-        failed = frame["error"] != ""
-        if failed.all() or (asked.strict and failed.any()):
+        if failed == len(frame) or (asked.strict and failed):
             raise typer.Exit(1)
 
 
 def predict(context: typer.Context, asked: Asked, shown: Shown, operator: OperatorCase) -> None:
     """Predict a program's time and memory on a device or a cluster.
 
-    Several models, comma-separated, are compared. Several programs or devices, or a device file
-    with ranges, make a table. PyTorch's programs are predicted as XLA or PyTorch would run them.
+    Several comma-separated models are compared. Several programs or devices, or a device file with
+    ranges, give a table. PyTorch programs are predicted as run by XLA or by PyTorch.
     """
     if is_operator(context, operator, asked.programs, "json_output"):
         from ..predict.operator.predict import predict_op
@@ -236,13 +236,13 @@ def predict(context: typer.Context, asked: Asked, shown: Shown, operator: Operat
         raise typer.BadParameter(f"--by is kernel, line or module, not {shown.by!r}")
     many = many or has_ranges(asked.device)
     if many and not asked.cluster:
-        table_of = "a table, which has a row for each program and device but no kernels: give one "
+        table_of = "a table, which has a row per program and device and no kernels: give one "
         one = "PROGRAM and one --device" + " and --framework" * ("," in asked.framework)
         refuse(context, table_of + one, {"top", "by", "timeline"})
     if asked.framework != "xla":
         _predict_torch(context, asked, shown, many)
         return
-    # A fallback could never be taken.
+    # These lowerings cannot fail, so a fallback would never be used.
     if asked.lowering in WITHOUT_COMPILER:
         refuse(context, f"--lowering {asked.lowering}, which needs no compiler", {"fallback"})
     if asked.cluster:
@@ -303,7 +303,7 @@ def _predict_on_cluster(context: typer.Context, asked: Asked, shown: Shown, many
         program,
         asked.cluster,
         asked.model,
-        # A cluster names its device itself.
+        # The cluster specifies its device.
         asked.options(None, asked.fallback),
         top=shown.top,
         timeline=shown.timeline,
@@ -334,7 +334,7 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
     if asked.whole:
         _note_whole(asked.programs)
     predictor = load_for_programs(asked.model)
-    # Before the prediction, since the ceilings are part of every feature.
+    # Before predicting, because the measured peaks enter every feature.
     here = asked.here(predictor.model.devices)
     if many:
         answers = {"xla": by_xla(predictor, asked.case(None, None))}
@@ -344,22 +344,22 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
 
 
 def _note_whole(programs: Sequence[Path]) -> None:
-    """Say for which programs the option changes nothing, and why."""
+    """Print a note for the programs on which ``--whole`` has no effect."""
     from ..predict.program.case import states_several
 
     files = [p for p in programs if p.is_file()]
     functions = [str(p) for p in programs if p not in files]
     if functions:
         typer.echo(
-            "note: --whole changes headers of files alone, not of what is lowered from functions "
-            f"or modules: {', '.join(functions)}",
+            "note: --whole changes only the headers of files and has no effect on functions and "
+            f"modules: {', '.join(functions)}",
             err=True,
         )
     single = [p.name for p in files if not states_several(p)]
     if single:
         typer.echo(
-            "note: --whole changes nothing where a header states one device, which runs the whole "
-            f"whatever the shardings: {', '.join(single)}",
+            "note: --whole has no effect on programs for one device, which always run whole: "
+            f"{', '.join(single)}",
             err=True,
         )
 
@@ -367,14 +367,13 @@ def _note_whole(programs: Sequence[Path]) -> None:
 def is_operator(
     context: typer.Context, operator: OperatorCase, programs: Sequence[Path], *used: str
 ) -> bool:
-    """Whether an operator was given rather than a program, with none of a program's options.
+    """Whether an operator was given rather than a program.
 
     Raises:
-        typer.BadParameter: Both or neither were given, or an option that does not apply.
+        typer.BadParameter: Both or neither were given, or an operator with options of a program.
     """
     if bool(programs) == bool(operator.op):
         raise typer.BadParameter("give either a PROGRAM or an operator with --op")
     if operator.op:
-        # Operators share few options with programs; any other is refused, not ignored.
         refuse_unused(context, "an operator (--op)", {*names_of(OperatorCase), *used})
     return bool(operator.op)

@@ -1,4 +1,4 @@
-"""Reports: the page of a program, and the accuracy of the models on several kinds of data."""
+"""Commands that write reports: the page of a program, and the accuracy of the models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def program(
 ) -> None:
     """Write an HTML page that shows a program's prediction.
 
-    The page is named after the program unless --html names it.
+    The file is named after the program unless --html is given.
     """
     if compare == "none":
         refuse(context, "a page without comparison (--compare none)", {"compare_lowering"})
@@ -75,13 +75,15 @@ def program(
 def accuracy(
     context: typer.Context,
     settings: AccuracyReportSettings,
-    run: Annotated[str, Option("Instead, page of a tracked run: its id or name, or opcast.")] = "",
+    run: Annotated[
+        str, Option("Instead, write the page of a tracked run: id or name, or opcast for all.")
+    ] = "",
     html: Html = None,
 ) -> None:
-    """Print every model's accuracy beside the label noise.
+    """Print the accuracy of every model beside the label noise.
 
-    The models are trained and tested on every split of a dataset of kernels. With --run, write an
-    HTML page of the runs that were tracked in MLflow instead.
+    The models are trained and tested on every split of a kernel dataset. With --run, an HTML page
+    of runs tracked in MLflow is written instead.
     """
     if run:
         from ..predict.page.accuracy import accuracy_page
@@ -95,15 +97,14 @@ def accuracy(
 
     refuse(context, "the figures of a dataset, without --run", {"html"})
     run_accuracy_report(make_console(), settings)
-    # The other half of the models' accuracy, which needs published tables.
     typer.echo("for operators of GPUs: opcast report operators --published DIR")
 
 
 def devices(settings: DeviceReportSettings) -> None:
     """Compare predictions for devices that are not attached.
 
-    Programs of the zoo are lowered by each device's compiler, predicted at several fidelities and
-    checked against physical limits.
+    Zoo programs are lowered by each device's compiler, predicted at several fidelities and checked
+    against physical limits.
     """
     from ..workflows.reports.devices import run_device_report
 
@@ -112,7 +113,7 @@ def devices(settings: DeviceReportSettings) -> None:
 
 
 def support(settings: SupportReportSettings) -> None:
-    """Print what was measured of which device, and the errors there."""
+    """Print the measurements that exist for each device, and the errors on them."""
     from ..workflows.reports.accuracy import run_support_report
 
     # Wide enough for its thirteen columns.
@@ -120,7 +121,7 @@ def support(settings: SupportReportSettings) -> None:
 
 
 def pages(settings: PagesSettings) -> None:
-    """Write the pages of accuracy from what shipped models keep."""
+    """Write the accuracy pages from the figures stored in the shipped models."""
     from ..workflows.reports.pages import run_pages
 
     run_pages(make_console(), settings)
@@ -129,18 +130,19 @@ def pages(settings: PagesSettings) -> None:
 def clusters(settings: ClusterReportSettings) -> None:
     """Check collectives and training steps on clusters.
 
-    Prints errors of collectives, error and cost of composing a step, scaling, and the best plans.
+    Prints errors of collectives, error and run time of the composition of a step, scaling, and the
+    best plans.
     """
     from ..workflows.reports.clusters import run_cluster_report
 
-    # Plans are long words that must not be cut.
+    # Wide enough for plans, which must not be cut.
     run_cluster_report(make_console(170), settings)
 
 
 def operators(settings: OperatorReportSettings) -> None:
     """Compare estimators on published operator tables.
 
-    Each chip is also left out of training in turn. A report that was stopped resumes.
+    Each chip is also left out of training in turn. A stopped report resumes when it is run again.
     """
     from ..workflows.reports.operators import run_operator_report
 

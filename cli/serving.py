@@ -1,4 +1,4 @@
-"""The commands that simulate LLM serving, and that plan it."""
+"""Commands that simulate and plan LLM serving, and that start the servers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from ..predict.cluster.serving import ServingPredictor
     from ..predict.cluster.serving_case import EngineOptions, LoadSpec
 
-#: Load where none is given: a share of the throughput of so many requests sent at once, at which
-#: queues are short. Engineering estimates.
+#: Default load: fraction of the offline throughput, and the number of requests that measure it. At
+#: this utilization queues are short. Engineering estimates.
 _MODERATE, _TRIED = 0.7, 256
-#: Options of workers that run prompts alone.
+#: Options of prefill workers.
 PREFILLED = {"prefill_replicas", "prefill_batch", "transfer"}
 
 ServingModelOpt = Annotated[
-    str, Option("File of 'opcast calibrate --serving', for your own stack.", ("--serving",))
+    str, Option("Serving model adapted by 'opcast calibrate --serving'.", ("--serving",))
 ]
 
 
@@ -46,14 +46,14 @@ def simulate_serving(
     fleet: Annotated[
         Path | None,
         Option(
-            "Instead of a deployment and a load: a YAML file of pools that scale, and of what is "
-            "asked of them over a week.",
+            "Instead of a deployment and a load: YAML file with autoscaled pools and their traffic "
+            "over a week.",
             check=yaml_file,
             section="Device and plan",
         ),
     ] = None,
     offline: Annotated[
-        bool, Option("All requests at once.", ("--offline",), section="Load")
+        bool, Option("Send all requests at once.", ("--offline",), section="Load")
     ] = False,
     model: OperatorModelOpt = OPERATOR_MODEL,
     serving: ServingModelOpt = "default",
@@ -68,13 +68,13 @@ def simulate_serving(
     """
     if fleet is not None:
         of_fleet = {"fleet", "model", "serving", "json_output"}
-        refuse_unused(context, "a fleet (--fleet), whose file says it", of_fleet)
+        refuse_unused(context, "a fleet (--fleet): set it in the fleet's file", of_fleet)
         _simulate_fleet(fleet, _predictor(model, serving), json_output)
         return
     load = case.load
     _refuse_loads(context, load, offline)
     if not case.fleet.prefill:
-        refuse(context, "engines that run prompts themselves", PREFILLED)
+        refuse(context, "a deployment without prefill workers (--prefill)", PREFILLED)
     _refuse_drafts(context, case.options)
     if bool(case.fleet.cluster) == bool(case.fleet.device):
         raise typer.BadParameter("give either --cluster or --device")
@@ -122,14 +122,14 @@ def simulate_serving(
         from ..predict.render.serving import print_serving
 
         print_serving(make_console(), prediction, case.judged.price)
-    # As plan-serving, so that a script can ask whether a deployment will do.
+    # As for plan-serving, so that scripts can test whether a deployment meets the SLO.
     if not prediction.good.value:
-        typer.echo("no request keeps the SLO", err=True)
+        typer.echo("no request meets the SLO", err=True)
         raise typer.Exit(1)
 
 
 def _simulate_fleet(path: Path, predictor: ServingPredictor, json_output: bool) -> None:
-    """Play the fleet of a file."""
+    """Simulate the fleet of a file."""
     from ..predict.cluster.fleet_file import read_fleet
     from ..predict.cluster.serving_fleet import predict_fleet
     from ..predict.render.serving import print_fleet
@@ -139,21 +139,21 @@ def _simulate_fleet(path: Path, predictor: ServingPredictor, json_output: bool) 
 
 
 def _moderate(predictor: ServingPredictor, deployment: Deployment, spec: LoadSpec) -> LoadSpec:
-    """An open load that leaves the engines some room, where the user named none."""
+    """Make an open load below the engines' capacity, for a command line without a load."""
     most = min(spec.count or _TRIED, _TRIED)
     at_once = predictor.predict(deployment, replace(spec, count=most), record=False)
     capacity = at_once.requests_per_s.value
     rate = float(f"{_MODERATE * capacity:.2g}")
     typer.echo(
-        f"note: no load given: --rate {rate:g}, {_MODERATE:.0%} of the {capacity:.3g} requests/s "
-        "that are served all at once",
+        f"note: no load given: assuming --rate {rate:g}, {_MODERATE:.0%} of the offline throughput "
+        f"of {capacity:.3g} requests/s",
         err=True,
     )
     return replace(spec, rate=rate)
 
 
 def _refuse_loads(context: typer.Context, load: LoadSpec, offline: bool) -> None:
-    """Refuse figures of a load that the chosen kind of load does not have."""
+    """Refuse options that do not apply to the chosen kind of load."""
     kinds = {
         "requests": ("a trace of requests (--requests)", load.requests is not None),
         "concurrency": ("a closed loop (--concurrency)", load.concurrency > 0),
@@ -176,14 +176,14 @@ def _refuse_drafts(context: typer.Context, options: EngineOptions) -> None:
 def _refuse_unread(
     context: typer.Context, deployment: Deployment, load: LoadSpec, offline: bool
 ) -> None:
-    """Refuse what nothing is chosen by: a router to one engine, a seed where nothing is drawn."""
+    """Refuse options without effect: a router for one engine, a seed if nothing is random."""
     alone = deployment.prefill is None and deployment.engine.count == 1
-    # A router that does not exist is told so.
+    # An unknown router gets an error message of its own.
     if alone and deployment.options.router in ROUTERS:
         refuse(context, "a single engine", {"router"})
     at_once = bool(load.concurrency or load.batch or offline)
     if at_once and load.prompt.isdigit() and load.output.isdigit():
-        refuse(context, "requests of one length that are sent at no random times", {"seed"})
+        refuse(context, "requests of fixed lengths and arrival times", {"seed"})
 
 
 def _predictor(model: str, serving: str) -> ServingPredictor:
@@ -208,10 +208,10 @@ def plan_serving(
     top: Annotated[int, Option("Number of deployments to print.", least=1)] = 10,
     json_output: Json = False,
 ) -> None:
-    """Search engines, plans, batches and disaggregation for the cheapest under an SLO.
+    """Search engines, plans, batches and disaggregation for the cheapest deployment under an SLO.
 
-    Prints the Pareto front of throughput a device against latency, and the best with its launch
-    commands.
+    Prints the Pareto front of throughput per device against latency, and the launch commands of the
+    best deployment.
     """
     if json_output:
         refuse(context, "--json, which has all deployments", {"top"})
@@ -260,9 +260,9 @@ def serve(settings: ServerSettings) -> None:
         from ..server.app import serve as run
     except ImportError as error:
         raise OpcastError(
-            f"the server's packages are not installed: {error}", hint=extra_hint("serve")
+            f"the packages for the server are not installed: {error}", hint=extra_hint("serve")
         ) from None
-    # On stderr, once connections are accepted: with --port 0 nobody knows the port before.
+    # Printed once connections are accepted; with --port 0 this is how a user learns the port.
     run(
         settings,
         lambda url: typer.echo(f"{url}/docs", err=True),
@@ -273,7 +273,7 @@ def serve(settings: ServerSettings) -> None:
 def mcp() -> None:
     """Serve tools for agents over standard input and output (MCP).
 
-    It runs until its input ends; an agent starts it itself (docs/agents.md).
+    The agent starts it, and it runs until its input ends (docs/agents.md).
     """
     from ..common.errors import OpcastError
     from ..common.plugins import extra_hint
@@ -284,7 +284,7 @@ def mcp() -> None:
         server = make_server()
     except ImportError as error:
         raise OpcastError(
-            f"the packages of the agents' server are not installed: {error}",
+            f"the packages for the MCP server are not installed: {error}",
             hint=extra_hint("mcp"),
         ) from None
     server.run()

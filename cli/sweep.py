@@ -36,14 +36,14 @@ def sweep(
 ) -> None:
     """Evaluate many parallel plans and print the Pareto front.
 
-    The front has the plans that fit into memory, over one or more clusters.
+    The front consists of plans that fit in memory, on one or more clusters.
     """
     if not settings.trials:
         refuse(context, "a sweep over all plans, without --trials", {"seed"})
-    # The Ray cluster decides how many workers there are.
+    # The Ray cluster determines the number of workers.
     if settings.ray:
         refuse(context, "a sweep on a Ray cluster (--ray)", {"workers"})
-    # Before the sweep, not after hours of it.
+    # Checked before hours of work.
     if settings.plot is not None or settings.scaling is not None:
         require_plots()
     rows = run_sweep(make_console(), replace(settings, workload=workload_of(workload, hf)))
@@ -51,7 +51,7 @@ def sweep(
         typer.echo(f"stopped: {left} plans are not evaluated yet", err=True)
         raise typer.Exit(130)
     if not rows["fits"].any():
-        # Said above; a script must see it, too.
+        # For scripts; the table shows it, too.
         raise typer.Exit(1)
 
 
@@ -68,9 +68,9 @@ def plan(
     top: Annotated[int, Option("Number of plans to print.", least=1)] = 10,
     json_output: Json = False,
 ) -> None:
-    """Search meshes and shardings of any program for the best on a cluster.
+    """Search for the best mesh and shardings of a program on a cluster.
 
-    All plans are screened by their products and collectives, the best are compiled.
+    All plans are screened by their matrix products and collectives; the best are compiled.
     """
     if json_output:
         refuse(context, "--json, which has all plans", {"top"})
@@ -85,17 +85,17 @@ def plan(
         answer = find_plan(program_of(program), case, advance)
     code = (case.out or Path()) / "shardings.py"
     write_text(code, answer.code)
-    wrote(code, "the best plan as code of JAX")
+    wrote(code, "the best plan as JAX code")
     if save_program is not None:
         written = answer.save(save_program)
-        said = f"the first of {len(answer.stages)} stages" if answer.stages else "the program"
-        wrote(written, f"{said} with its shardings")
+        what = f"the first of {len(answer.stages)} stages" if answer.stages else "the program"
+        wrote(written, f"{what} with its shardings")
     print_answer(json_output, answer, print_plan, top)
     if answer.stopped:
-        typer.echo("stopped: these are the plans that were compiled until then", err=True)
+        typer.echo("stopped: only the plans compiled so far are compared", err=True)
         raise typer.Exit(130)
     if not answer.best.fits:
-        # Said above; a script must see it, too.
+        # For scripts; the table shows it, too.
         raise typer.Exit(1)
 
 
@@ -116,7 +116,7 @@ def tune_kernel(
 ) -> None:
     """Rank implementations and tile configurations of kernels.
 
-    The table has a row for each candidate; docs/tpu.md lists its columns.
+    The table has a row for each candidate; docs/tpu.md describes its columns.
     """
     from ..common.parquet import read_table, write_table
     from ..models.tiles.model import TileModel
@@ -148,13 +148,13 @@ def screen(
     device: Annotated[str, Option("Device of candidates that name none.")] = "",
     least: Annotated[
         float,
-        Option("Least probability to be the fastest that is worth a measurement.", least=0, most=1),
+        Option("Minimum probability of being fastest for a measurement.", least=0, most=1),
     ] = 0.05,
 ) -> None:
-    """Predict candidates by the thousand, and say which are not worth measuring.
+    """Predict thousands of candidates, and flag those that are not worth measuring.
 
-    Prints a line of JSON for each, in their order; an empty line answers those before it.
-    docs/agents.md lists what a candidate may be.
+    Prints a line of JSON for each candidate, in order. An empty input line ends a group, which is
+    then answered. docs/agents.md describes the candidates.
     """
     from ..predict.screen import answer_lines
 

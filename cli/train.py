@@ -1,4 +1,4 @@
-"""Commands that train, tune, evaluate and list models, and the demonstration."""
+"""Commands that train, tune, evaluate and list models, and the demo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .options import kinds_of, make_console, named_out, refuse, refuse_unused, r
 
 @dataclass(frozen=True)
 class Learned:
-    """Tables that ``train`` learns from instead of a dataset."""
+    """Tables to train on instead of a dataset."""
 
     steps: Annotated[
         list[Path] | None,
@@ -34,7 +34,7 @@ class Learned:
     ] = None
     serving: Annotated[
         list[Path] | None,
-        Option("Instead of --data: table of measured serving; may be given again."),
+        Option("Instead of --data: table of measured serving runs; may be given again."),
     ] = None
     models: Annotated[
         list[Path] | None,
@@ -60,26 +60,26 @@ def train(
     ] = None,
     start: Annotated[
         str | None,
-        Option("For serving: model to start from; 'default' for the one that ships.", ("--from",)),
+        Option("With --serving: model to start from; 'default' is the shipped one.", ("--from",)),
     ] = None,
     left_out: Annotated[
         Path | None,
         Option(
-            "For steps, serving, models: table for the predictions of rows that were left out.",
+            "With --steps, --serving or --models: table for the predictions of held-out rows.",
             check=table_file,
         ),
     ] = None,
     samples: Annotated[
         int | None,
         Option(
-            "With --models: most models of a family, each way of running once; all by default.",
+            "With --models: maximum models per family, each in every mode; all by default.",
             least=1,
         ),
     ] = None,
 ) -> None:
     """Train a model, print its metrics, save and track it.
 
-    The metrics are printed beside the label noise; the run is logged to MLflow.
+    The metrics are printed beside the label noise, and the run is logged to MLflow.
     """
     kinds = kinds_of("train")
     files = any(context.params[name] for name, kind in kinds.items() if kind.out)
@@ -93,12 +93,10 @@ def train(
     if params is not None:
         from ..models.training.tuning import read_params
 
-        # Refused if the file was written for another model.
         settings = replace(settings, params=read_params(params, settings.model))
     dataset = Dataset.load(*settings.data)
-    # What the dataset holds decides which options apply, so it is read before they are checked.
+    # The contents of the dataset determine which options apply.
     trainer = trainer_of(dataset, settings.model)
-    # Options that the chosen trainer would ignore are refused, not accepted silently.
     refuse_unused(context, trainer.subject, trainer.fields)
     if settings.track:
         require_tracking(settings.register)
@@ -108,7 +106,7 @@ def train(
 def tune(settings: TuneSettings) -> None:
     """Search for a model's hyperparameters by cross-validation.
 
-    It can be stopped at any time, and resumes.
+    It can be stopped at any time and resumes when it is run again.
     """
     from ..workflows.train_kernels import run_tune
 
@@ -119,7 +117,7 @@ def demo(
     out: Out = Path("demo-out"),
     budget: Budget = 180.0,
 ) -> None:
-    """Predict for absent chips, calibrate to this machine, test, track."""
+    """Run the demo: predict for absent chips, calibrate to this machine, test, track."""
     from ..workflows.demo import run_demo
 
     run_demo(make_console(), out, budget)
@@ -127,7 +125,7 @@ def demo(
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What is evaluated, by what, and what is written."""
+    """The tables to evaluate, the model, and the files to write."""
 
     out: Annotated[
         Path, Option("Table of the predictions: .parquet, .csv or .json.", check=table_file)
@@ -139,7 +137,7 @@ class Evaluated:
         Path | None, Option("Table of training steps, CSV or parquet; see docs/steps.md.")
     ] = None
     serving: Annotated[
-        Path | None, Option("Table of measured serving, CSV or parquet; see docs/serving.md.")
+        Path | None, Option("Table of serving runs, CSV or parquet; see docs/serving.md.")
     ] = None
     models: Annotated[
         Path | None,
@@ -147,7 +145,7 @@ class Evaluated:
     ] = None
     programs: Annotated[
         Path | None,
-        Option("Folder of programs with a CSV of their files, devices and times, or of steps."),
+        Option("Folder of programs, with a CSV of their files, devices and times, or of steps."),
     ] = None
     regions: Annotated[Path | None, Option("Folder of regions of programs, like --programs.")] = (
         None
@@ -177,8 +175,7 @@ class Evaluated:
     devices: Annotated[
         Sequence[str],
         Option(
-            "With --published: file of a device of the table that is not in the catalogue; may be "
-            "given again.",
+            "With --published: file of a device that is not in the catalogue; may be given again.",
             ("--device",),
         ),
     ] = ()
@@ -187,7 +184,7 @@ class Evaluated:
 def evaluate(context: typer.Context, asked: Evaluated) -> None:
     """Predict tables of operators, steps, serving, models or programs and print the errors.
 
-    Every row is predicted; errors are printed for the rows that have a latency.
+    Every row is predicted; the errors are of the rows that have a measured latency.
     """
     run_kind(context, kinds_of("evaluate"))
 
@@ -196,7 +193,7 @@ def compare(
     context: typer.Context,
     names: Annotated[
         Sequence[str],
-        Option("Runs by name or id: what differs in them.", metavar="[RUN RUN...]", argument=True),
+        Option("Runs to compare, by name or id.", metavar="[RUN RUN...]", argument=True),
     ] = (),
     limit: Annotated[int, Option("Number of newest runs to print.", least=1)] = 20,
 ) -> None:
@@ -206,18 +203,18 @@ def compare(
     from ..models.tracking.tracked_runs import differences
 
     if not names:
-        # A run's name contains model and split, which is enough on a narrow terminal.
+        # Dropped first on a narrow terminal; a run's name contains the model and the split.
         spare = ("spearman", "split", "model", "noise_median_ape", "bias")
         print_frame(make_console(), compare_runs(limit=limit), "runs (0.1 is 10 %)", spare)
         return
     refuse(context, "a comparison of named runs", {"limit"})
     if len(names) < 2:
         raise typer.BadParameter("name two runs or more; opcast compare lists them")
-    print_frame(make_console(), differences(names), "what differs, and metrics of the whole")
+    print_frame(make_console(), differences(names), "differences, and overall metrics")
 
 
 def ui(port: Annotated[int, Option("Port on localhost.", least=1, most=65535)] = 5000) -> None:
-    """Open MLflow's user interface on the runs tracked here."""
+    """Open MLflow's user interface for the runs tracked here."""
     from ..models.tracking.mlflow_store import serve_ui
 
     raise typer.Exit(serve_ui(port, typer.echo))
@@ -228,20 +225,20 @@ def models(
         str | None, Option("Model whose card to print; default: list all models.", argument=True)
     ] = None,
     against: Annotated[
-        str | None, Option("Another model, whose errors to print beside the first one's.")
+        str | None, Option("Another model, to print its errors beside those of the first.")
     ] = None,
     json_output: Json = False,
 ) -> None:
     """List the available models, or print a model card.
 
-    Available are the models that ship with opcast and those registered by opcast train.
+    These are the models that ship with opcast and those registered by opcast train.
     """
     from ..workflows.model_cards import list_models, show_model
 
     if json_output and against is not None:
         raise typer.BadParameter("--against prints a table: leave --json out")
     if name is None and against is not None:
-        raise typer.BadParameter("name the model to compare, too: opcast models NAME --against …")
+        raise typer.BadParameter("name both models: opcast models NAME --against OTHER")
     if name is None:
         list_models(make_console(), as_json=json_output)
     else:

@@ -1,8 +1,8 @@
-"""The HTTP server: programs, kernels and plans in, predictions as JSON out.
+"""HTTP server that predicts programs, kernels, training steps and serving, and answers in JSON.
 
-``app.py`` has the endpoints, ``guard.py`` the limits in front of them. Kernels are answered from a
-cache and in batches (``kernels.py``); whatever must be parsed runs in a process of
-its own (``sandbox.py``, ``fork_server.py``). ``cli/serving.py`` starts it.
+``app.py`` defines the endpoints, and ``guard.py`` enforces limits in front of them. Kernels are
+predicted in batches and cached (``kernels.py``); untrusted input is parsed in separate processes
+(``sandbox.py``, ``fork_server.py``). ``cli/serving.py`` starts the server.
 """
 
 from .settings import ServerSettings

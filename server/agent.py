@@ -1,7 +1,7 @@
-"""Tools of agents by the Model Context Protocol (MCP), over standard input and output.
+"""Tools for agents, served by the Model Context Protocol (MCP) over standard input and output.
 
-They call what the commands call, on the machine of whoever runs the agent: files may be named, and
-functions of Python files are imported.
+They call the same functions as the commands, with the rights of the user who runs the agent: they
+read files and import functions from Python files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tasks import Predictors, Task
 if TYPE_CHECKING:
     from ..features.ir.jax_function import FunctionCall
 
-    # Classes that are made when their module is imported are no types for a type checker.
+    # A type checker cannot use classes that are created at import time.
     SimulateQuery = ModelBody
     SimulateServingQuery = ModelBody
     SweepQuery = ModelBody
@@ -34,26 +34,28 @@ else:
 
 F = TypeVar("F", bound=Callable[..., JsonObject])
 
-#: One question at a time: models are loaded once, and configurations are files of the process.
+#: Serialises the calls: they share the models and the working folder.
 _LOCK = threading.Lock()
-#: Kernels of a program that an answer has unless it is asked for more.
+#: Default number of kernels in the prediction of a program.
 TOP = 10
 
 Program = Annotated[
     str,
     Field(
-        description="Path of StableHLO, HLO or an export, or module.py:function of a function in "
-        "JAX with example_args."
+        description="Path of a StableHLO, HLO or export file, or module.py:function of a JAX "
+        "function with example_args."
     ),
 ]
 Operator = Annotated[
     str,
-    Field(description="Such as: linear m=4096 n=4096 k=4096 dtype=bf16; see opcast://operators"),
+    Field(
+        description="For example: linear m=4096 n=4096 k=4096 dtype=bf16; see opcast://operators"
+    ),
 ]
 Device = Annotated[
-    str, Field(description="Name of opcast://devices such as h100-sxm, or a device file.")
+    str, Field(description="Name from opcast://devices, such as h100-sxm, or a device file.")
 ]
-Top = Annotated[int, Field(ge=1, le=1000, description="Number of costliest kernels to give.")]
+Top = Annotated[int, Field(ge=1, le=1000, description="Number of costliest kernels to return.")]
 
 
 def predict_program(
@@ -61,7 +63,7 @@ def predict_program(
 ) -> JsonObject:
     """Predict the time of a program on a device that need not be present.
 
-    Gives the time with its 90 % interval, memory, energy, and the costliest kernels with their
+    Returns the time with its 90 % interval, memory, energy, and the costliest kernels with their
     bottleneck and source line. The lowering fused takes seconds; xla needs the device's compiler.
     """
     from ..predict.api import predict
@@ -72,7 +74,7 @@ def predict_program(
 
 
 def predict_operator(op: Operator, device: Device) -> JsonObject:
-    """Predict the latency of one operator of a library on a device, with its 90 % interval."""
+    """Predict the latency of a library operator on a device, with its 90 % interval."""
     from ..predict.operator.case import OperatorCase
     from ..predict.operator.predict import predict_op
 
@@ -90,7 +92,7 @@ def predict_serving(query: SimulateServingQuery) -> JsonObject:
 
 
 def find_plan(query: SweepQuery) -> JsonObject:
-    """Evaluate parallel plans of a training step on a cluster: the Pareto front, fastest first."""
+    """Evaluate parallel plans of a training step on a cluster; return the Pareto front."""
     return _clustered(cluster_tasks.sweep, query)
 
 
@@ -101,7 +103,7 @@ def explain(
     lowering: Lowering = "auto",
     top: Annotated[int, Field(ge=1, le=100)] = 3,
 ) -> JsonObject:
-    """Explain a predicted time: what physics says of the costliest kernels, and what was learned.
+    """Explain a predicted time by the physics of its costliest kernels and the learned corrections.
 
     Give either a program or an operator.
     """
@@ -121,34 +123,34 @@ def explain(
     return cast("JsonObject", explain_program(loaded("default"), case, top=top).to_dict())
 
 
-#: By the names that agents see.
+#: The tools; agents see the names of the functions.
 TOOLS: tuple[Callable[..., JsonObject], ...] = (
     predict_program, predict_operator, predict_step, predict_serving, find_plan, explain,
 )  # fmt: skip
 
 
 def devices() -> str:
-    """Names of the devices of the catalogue, one a line."""
+    """Names of the devices in the catalogue, one per line."""
     from ..features.devices.catalogue import device_names
 
     return "\n".join(device_names())
 
 
 def operators() -> str:
-    """Families of operators, each with its parameters, one a line."""
+    """Operator families with their parameters, one per line."""
     from ..features.operators.schema import FAMILIES, PARAMETERS
 
     return "\n".join(f"{name}: {' '.join(PARAMETERS[kind])}" for name, kind in FAMILIES.items())
 
 
 def workloads() -> str:
-    """Names of the models that steps and serving know, one a line."""
+    """Names of the models for training steps and serving, one per line."""
     from ..simulate.step.presets import preset_names
 
     return "\n".join(preset_names())
 
 
-#: By the addresses that agents see.
+#: The documents by the address that agents see.
 DOCUMENTS: dict[str, Callable[[], str]] = {
     f"opcast://{own.__name__}": own for own in (devices, operators, workloads)
 }
@@ -176,11 +178,11 @@ def _clustered(
 
 
 def _alone(tool: F, refusal: Callable[[str], Exception]) -> F:
-    """A tool that waits for the one before.
+    """Make a tool run alone and report its errors to the agent.
 
     Args:
         tool: The tool.
-        refusal: Makes what tells an agent why it has no answer.
+        refusal: Makes the exception whose message is sent to the agent.
     """
 
     @wraps(tool)
@@ -191,19 +193,19 @@ def _alone(tool: F, refusal: Callable[[str], Exception]) -> F:
         except OpcastError as error:
             raise refusal(str(error)) from error
         except Exception as error:
-            # Of others an agent would see no text, and could tell nobody.
+            # The message of any other exception would not reach the agent.
             raise refusal(str(fault(error))) from error
 
     return cast("F", alone)
 
 
 def _described(tool: Callable[..., JsonObject]) -> Any:
-    """An ``mcp`` ``Tool`` that refuses arguments which the function does not have."""
+    """Make an ``mcp`` ``Tool`` that refuses unknown arguments."""
     from mcp.server.mcpserver.exceptions import ToolError
     from mcp.server.mcpserver.tools import Tool
 
     made = Tool.from_function(_alone(tool, ToolError))
-    # The package's own models of arguments pass over others in silence.
+    # By default the package ignores unknown arguments silently.
     arguments = made.fn_metadata.arg_model
     arguments.model_config["extra"] = "forbid"
     arguments.model_rebuild(force=True)
@@ -212,7 +214,7 @@ def _described(tool: Callable[..., JsonObject]) -> Any:
 
 
 def make_server() -> Any:
-    """Make the server: an ``mcp.server.MCPServer`` with the tools and documents."""
+    """Make the ``mcp.server.MCPServer`` with the tools and documents."""
     from mcp.server import MCPServer
 
     server = MCPServer(

@@ -1,6 +1,7 @@
-"""Bodies of answers, for the OpenAPI document and the clients that are generated from it.
+"""Response schemas, for the OpenAPI document and the clients generated from it.
 
-Answers are written by the functions that print ``--json``; ``tests/server`` holds them to these.
+The responses themselves come from the functions behind ``--json``; ``tests/server`` checks them
+against these schemas.
 """
 
 from __future__ import annotations
@@ -64,20 +65,20 @@ class _Timed(BaseModel):
 class _Powered(_Timed):
     """A time, and the energy of all devices with its 90 % interval, in joules."""
 
-    energy_j: float | None = Field(None, description="null if the power limit is not known.")
+    energy_j: float | None = Field(None, description="null if the power limit is unknown.")
     energy_lo_j: float | None = None
     energy_hi_j: float | None = None
 
 
 class ProgramKernel(_Timed):
-    """A kernel of a program; its time is the time of one execution."""
+    """A kernel of a program; the time is that of one execution."""
 
     name: str
     kind: str
     multiplicity: float = Field(description="Executions in one run of the program.")
     bound: str = Field(description="compute, memory or latency.")
-    source: str = Field(description="Where the estimate comes from: learned, roofline, compiler.")
-    in_domain: bool = Field(description="Whether the model has learned from such kernels.")
+    source: str = Field(description="Origin of the estimate: learned, roofline or compiler.")
+    in_domain: bool = Field(description="Whether the kernel is within the training data's range.")
     flops: float
     bytes: float
     source_op: str
@@ -93,8 +94,8 @@ class ChangedAnswer(_Powered):
     in_domain_share: float
     peak_memory_bytes: float
     memory_source: str
-    device_memory_bytes: float = Field(description="0 if it is not known.")
-    fits: bool | None = Field(description="null if the memory of the device is not known.")
+    device_memory_bytes: float = Field(description="0 if it is unknown.")
+    fits: bool | None = Field(description="null if the device's memory size is unknown.")
     compiler: str
     lowering: str
     model: str
@@ -103,19 +104,19 @@ class ChangedAnswer(_Powered):
 
 
 class ProgramAnswer(ChangedAnswer):
-    """The time of a program on one device, as ``opcast predict --json`` prints it."""
+    """The prediction of a program on one device: the output of ``opcast predict --json``."""
 
-    kernels: list[ProgramKernel] = Field(description="In the order of the schedule.")
+    kernels: list[ProgramKernel] = Field(description="In schedule order.")
 
 
 class WhatIfAnswer(BaseModel):
-    """Answers by point, in the order of the request; an error where one cannot be predicted."""
+    """Answers by point, in the order of the request; an error if a point cannot be predicted."""
 
     points: list[ChangedAnswer | ErrorAnswer]
 
 
 class StepTerm(BaseModel):
-    """A term of a step, and the interval that the step has by this term alone."""
+    """A term of a step, and the interval of the step due to the uncertainty of this term alone."""
 
     name: str
     us: float
@@ -135,7 +136,7 @@ class StepSamples(BaseModel):
 
 
 class StepAnswer(_Powered):
-    """A training step on a cluster, as ``opcast simulate --json`` prints it."""
+    """A training step on a cluster: the output of ``opcast simulate --json``."""
 
     step_us: float
     compute_us: float
@@ -166,16 +167,14 @@ class StepAnswer(_Powered):
     scope_share: dict[str, float]
     notes: list[str]
     samples: StepSamples | None = Field(None, description="With jitter.")
-    terms: list[StepTerm] | None = Field(None, description="If explain is asked for.")
-    learned_of_the_whole: dict[str, float] | None = Field(
-        None, description="If explain is asked for."
-    )
-    cost: float | None = Field(None, description="If a price is given.")
-    cost_lo: float | None = Field(None, description="If a price is given.")
-    cost_hi: float | None = Field(None, description="If a price is given.")
+    terms: list[StepTerm] | None = Field(None, description="With explain.")
+    learned_of_the_whole: dict[str, float] | None = Field(None, description="With explain.")
+    cost: float | None = Field(None, description="With a price.")
+    cost_lo: float | None = Field(None, description="With a price.")
+    cost_hi: float | None = Field(None, description="With a price.")
 
 
-#: What every answer has with both ends of its interval, and what some have, with when.
+#: Figures with interval bounds that every answer has, and those that some have, with the condition.
 _ALWAYS = (
     *("request_throughput", "output_throughput", "output_throughput_per_gpu"),
     *(
@@ -199,7 +198,7 @@ _FIGURES: JsonObject = {
 
 
 class _Served(_Powered):
-    """What a deployment does under a load, in the terms of ``vllm bench serve``."""
+    """Performance of a deployment under a load, in the terms of ``vllm bench serve``."""
 
     num_prompts: int
     burstiness: float
@@ -212,7 +211,7 @@ class _Served(_Powered):
     total_token_throughput: float
     # The key of vLLM's benchmark, colon included.
     request_goodput: float | None = Field(
-        None, alias="request_goodput:", description="Requests a second that keep the SLO."
+        None, alias="request_goodput:", description="Requests per second that meet the SLO."
     )
     request_goodput_lo: float | None = None
     request_goodput_hi: float | None = None
@@ -228,36 +227,38 @@ class _Served(_Powered):
     cache_tokens: int
     queued_share: float
     overload_probability: float = Field(
-        description="How likely an open load is more than the engines serve."
+        description="Probability that an open load exceeds the engines' capacity."
     )
     memory_bytes_per_device: dict[str, float]
-    known: str = Field(description="What was measured: model, framework, device, architecture …")
+    known: str = Field(description="Closest measured level: model, framework, device …")
     framework: str
     device: str
     gpus: int
-    formats: dict[str, str] = Field(description="Of weights, cache, experts if they differ.")
+    formats: dict[str, str] = Field(
+        description="Number formats of weights and cache, and of experts if they differ."
+    )
     plan: str
     replicas: int
     notes: list[str]
 
 
-#: With the figures that have intervals, as ``opcast simulate-serving --json`` prints it.
+#: The output of ``opcast simulate-serving --json``, with all figures that have intervals.
 ServingAnswer = create_model("ServingAnswer", __base__=_Served, **_FIGURES)
 
 
 class SearchAnswer(BaseModel):
-    """Deployments, as ``opcast plan-serving --json`` prints them; each has a prediction's keys."""
+    """The output of ``opcast plan-serving --json``; deployments have the keys of a prediction."""
 
-    best: dict[str, object] | None = Field(description="null if none keeps the objective.")
+    best: dict[str, object] | None = Field(description="null if none meets the SLO.")
     by_estimate_only: bool
     surest: dict[str, object] | None
-    nearest: list[str] = Field(description="Where none keeps it: what comes nearest.")
+    nearest: list[str] = Field(description="The nearest misses if none meets the SLO.")
     reasons: list[str]
     commands: dict[str, str] = Field(description="Launch commands of the best, by framework.")
     launch: dict[str, list[dict[str, object]]] = Field(description="Their flags, with reasons.")
     front: list[dict[str, object]]
     judged: int = Field(description="Deployments that were simulated.")
-    screened: int = Field(description="Of these: without intervals, since they cannot win.")
+    screened: int = Field(description="Those simulated without intervals, as they cannot win.")
     pruned: int
     refused: dict[str, str]
     fewest_devices: int | None
@@ -265,14 +266,14 @@ class SearchAnswer(BaseModel):
 
 
 class SweepAnswer(BaseModel):
-    """Plans of a step, of which the front has those that no other beats."""
+    """Number of evaluated plans of a step, and their Pareto front."""
 
     judged: int
     fits: int
-    tokens: int = Field(description="Of a step.")
-    front: list[dict[str, object]] = Field(description="Columns as `opcast sweep` writes them.")
-    nearest_miss: str = Field(description="Where none fits: the plan that misses least.")
-    notes: list[str] = Field(description="On the first plan, as `opcast simulate` has them.")
+    tokens: int = Field(description="Tokens per step.")
+    front: list[dict[str, object]] = Field(description="Rows with the columns of `opcast sweep`.")
+    nearest_miss: str = Field(description="If none fits, the plan that exceeds the memory least.")
+    notes: list[str] = Field(description="Notes of `opcast simulate` on the first plan.")
 
 
 class DeviceEntry(BaseModel):
@@ -294,12 +295,12 @@ class ModelEntry(BaseModel):
     predicts: Literal["operators", "programs"]
     default: bool
     devices: list[str] = Field(description="Devices that it was trained on.")
-    families: list[str] = Field(description="Families of operators that it answers.")
+    families: list[str] = Field(description="Operator families that it predicts.")
     digest: str
 
 
 class Health(BaseModel):
-    """Whether the server answers."""
+    """State of the server."""
 
     status: Literal["ok"]
     version: str
@@ -308,6 +309,6 @@ class Health(BaseModel):
 
 
 class Ready(BaseModel):
-    """The server can take programs."""
+    """The server accepts programs."""
 
     status: Literal["ready"]

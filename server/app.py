@@ -35,6 +35,9 @@ from .metrics import CONTENT_TYPE, write_json_lines
 from .service import Service
 from .settings import ServeError, ServerSettings
 
+#: Seconds that open requests have to finish when the server stops; documented in docs/server.md.
+_GRACE_S = 30
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -96,18 +99,18 @@ def _collect_rarely() -> None:
 
 def _add_information(app: FastAPI, service: Service) -> None:
     """Add the endpoints that describe the server."""
-    # When it is first asked for: the models are loaded then.
+    # Made on the first request, when the models are loaded.
     page = cache(lambda: explorer_page(service).encode())
 
     @app.get("/", include_in_schema=False)
     async def explore() -> Response:
-        """The page with forms for what the other endpoints answer."""
+        """Page with forms for the other endpoints."""
         return page_response(page())
 
-    # Clients are generated with functions of these names.
+    # Generated clients have functions named after the operation ids.
     @app.get("/health", responses=documents.FREE, operation_id="health")
     async def health() -> answers.Health:
-        """Whether the server answers, and what it serves."""
+        """Check that the server is up, and list the models it serves."""
         models = list(service.predictors)
         return answers.Health(
             status="ok", version=__version__, models=models, compiles=service.settings.allow_compile
@@ -115,7 +118,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready", responses=documents.READY, operation_id="ready")
     async def ready() -> answers.Ready:
-        """Whether programs can be sent now; starts the process for them if it died."""
+        """Check that the server accepts programs; restart the fork server if it died."""
         await service.sandbox.start()
         if service.sandbox.full:
             raise service.sandbox.busy()
@@ -138,7 +141,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
         operation_id="kept_report",
     )
     async def kept_report(digest: str) -> Response:
-        """A page that was made before, by the digest in ``Content-Location``."""
+        """Get an earlier page by the digest in its ``Content-Location``."""
         return page_response(service.report(digest))
 
     @app.get(
@@ -163,7 +166,9 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
 
 def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
-    """Add the endpoints that predict; they read bodies by hand, several times faster than FastAPI.
+    """Add the endpoints that predict.
+
+    They parse request bodies themselves, which is several times faster than FastAPI.
 
     Returns:
         Their handlers by path.
@@ -175,7 +180,6 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
             responses, body = documents.POSTS[path]
             app.post(
                 path,
-                # Clients are generated with functions of these names.
                 operation_id=handler.__name__,
                 responses=responses,
                 openapi_extra=body,
@@ -188,7 +192,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
     @post("/v1/predict/kernels")
     async def predict_kernels(request: Request) -> Response:
-        """Predict many kernels or operators, given as texts, by column, or as HLO modules."""
+        """Predict many operators, given as text or by column, or many kernels as HLO modules."""
         query = await body(request, schemas.QUERY)
         model = service.model(query.model)
         device = service.device(model, query.device)
@@ -196,19 +200,19 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
     @post("/v1/predict/program")
     async def predict_program(request: Request) -> Response:
-        """Predict a program given as JSON, or uploaded unchanged with its options in the query."""
+        """Predict a program, sent as JSON, or uploaded as is with its options in the query."""
         status, found = await programmed(request, "program", PROGRAM)
         return json_response(found, status)
 
     @post("/v1/what-if")
     async def what_if(request: Request) -> Response:
-        """Predict a program on devices with other figures, or a workload of other settings."""
+        """Predict a program on modified devices, or a workload with modified settings."""
         status, found = await programmed(request, "what-if", WHAT_IF)
         return json_response(found, status)
 
     @post("/v1/report")
     async def report(request: Request) -> Response:
-        """Make the page of a program, compared with other devices; bodies as of a prediction."""
+        """Make the report page of a program; the request is as for a prediction."""
         status, found = await programmed(request, "report", PROGRAM)
         if status != 200:
             return json_response(found, status)
@@ -223,17 +227,17 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
     @post("/v1/simulate-serving")
     async def simulate_serving(request: Request) -> Response:
-        """Predict latencies, throughput and memory of engines that serve a decoder under a load."""
+        """Predict latencies, throughput and memory of LLM serving under a load."""
         return await clustered(request, "simulate-serving", _SIMULATE_SERVING)
 
     @post("/v1/sweep")
     async def sweep(request: Request) -> Response:
-        """Evaluate the parallel plans of a training step on a cluster, and find the best."""
+        """Evaluate the parallel plans of a training step on a cluster and return the best."""
         return await clustered(request, "sweep", _SWEEP)
 
     @post("/v1/plan-serving")
     async def plan_serving(request: Request) -> Response:
-        """Search engines, plans and batches for the cheapest that keep a service objective."""
+        """Search for the cheapest serving deployments that meet an SLO."""
         return await clustered(request, "plan-serving", _PLAN_SERVING)
 
     async def programmed(request: Request, kind: str, schema: TypeAdapter[P]) -> Reply:
@@ -245,7 +249,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         device, cluster = (str(getattr(query, name, "")) for name in ("device", "cluster"))
         if device:
             service.device(service.model(None), device)
-        # ``find_cluster`` also reads files; no name in a request may be used as a path.
+        # ``find_cluster`` reads files, too; a request must not name a path.
         if cluster.lower().endswith((".yaml", ".yml")):
             raise RequestError(422, "the server does not read files", where="cluster")
         task = {"kind": kind, "model": service.operator_model(query.model)}
@@ -257,21 +261,21 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for work that ends with its request: nobody reads its answer when the client is gone.
+    """Wait for work, and cancel it when the client disconnects.
 
     Raises:
-        RequestError: The client is gone.
+        RequestError: The client disconnected.
     """
     doing = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
-            # For the metrics: nothing is sent any more. nginx counts such requests by this status.
+            # Only for the metrics; nginx logs such requests with this status, too.
             raise RequestError(499, "the client closed the connection")
         return doing.result()
     finally:
-        # Also when the request itself is cancelled, for its time is over.
+        # Also when the request itself is cancelled by its time limit.
         doing.cancel()
         gone.cancel()
 
@@ -282,7 +286,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Give every refusal the same form."""
+    """Give all error responses the same format."""
 
     @app.exception_handler(OpcastError)
     async def refused(request: Request, error: OpcastError) -> Response:
@@ -301,10 +305,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return answer
 
 
-#: Seconds for open requests to finish when the server is stopped; documented in docs/server.md.
-_GRACE_S = 30
-
-
 def serve(
     settings: ServerSettings,
     ready: Callable[[str], None] = lambda url: None,
@@ -314,9 +314,9 @@ def serve(
 
     Args:
         settings: Models, address and limits.
-        ready: Called with the address once connections are accepted: the models are loaded.
-        loading: Called with a line that says so before they load, which takes long; with
-            ``log_requests`` the line is logged instead.
+        ready: Called with the address once the models are loaded and connections are accepted.
+        loading: Called with a message before the models load; with ``log_requests`` the message
+            is logged instead.
 
     Raises:
         ServeError: The address cannot be bound.
@@ -336,15 +336,14 @@ def serve(
             create_app(settings),
             log_level="warning",
             log_config=None if settings.log_requests else LOGGING_CONFIG,
-            # Counted by /metrics instead; a line for each cached answer would cost as much as the
-            # answer.
+            # /metrics counts requests; logging a line costs as much as a cached answer.
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
             timeout_keep_alive=30,
             ws="none",
-            # The guard refuses with JSON; this outer limit, of connections, only bounds memory, and
-            # idle keep-alive connections count towards it. Engineering estimate.
+            # Bounds memory only, since idle keep-alive connections count towards it; the guard
+            # limits requests and refuses them with JSON. Engineering estimate.
             limit_concurrency=max(1024, 4 * settings.concurrency),
         )
         shown = f"[{address}]" if ":" in address else address
@@ -355,11 +354,11 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Tells when it accepts connections.
+    """Uvicorn server that reports when it accepts connections.
 
     Args:
-        config: Of the server.
-        ready: Called then.
+        config: Configuration of the server.
+        ready: Called once connections are accepted.
     """
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
@@ -376,13 +375,13 @@ def bound(settings: ServerSettings) -> socket.socket:
     """Bind a socket to the address of the settings.
 
     Raises:
-        ServeError: The address is taken, not this machine's, or not permitted.
+        ServeError: The address is in use, not on this machine, or not permitted.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Lets a restarted server bind while old connections linger in TIME_WAIT. On Windows the
-        # option would let a second process take over the port.
+        # Lets a restarted server bind while old connections are in TIME_WAIT. On Windows the option
+        # would allow a second process to take over the port.
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))

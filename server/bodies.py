@@ -1,4 +1,4 @@
-"""Read the bodies of requests: JSON of a schema, or a program as it is."""
+"""Read request bodies: JSON of a schema, or a program uploaded as is."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ _UPLOAD = TypeAdapter(schemas.ProgramOptions)
 async def program_task(
     request: Request, service: Service, kind: TypeAdapter[P]
 ) -> tuple[dict[str, object], bytes]:
-    """What a request asks about a program, and the program.
+    """Read a request about a program.
 
     Args:
-        request: With a body of JSON, or where a program alone is asked for an upload.
-        service: Its models and devices.
-        kind: What a body of JSON is.
+        request: A request with a JSON body, or an upload if ``kind`` is :data:`PROGRAM`.
+        service: Models and devices of the server.
+        kind: Schema of a JSON body.
+
+    Returns:
+        The task for the sandbox, and the program.
 
     Raises:
         RequestError: The body has another content type or does not fit the schema.
@@ -53,7 +56,7 @@ async def program_task(
         options, payload = query, _payload(query)
     model = service.program_model(options.model)
     device = service.check_device(model, options.device)
-    # The program travels beside the task, as bytes: it may be megabytes of binary data.
+    # The program is passed separately, because it may be megabytes of binary data.
     left_out = {"program", "encoding"}
     if not getattr(options, "workload", ""):
         left_out |= {"workload", "settings"}
@@ -98,19 +101,19 @@ def _no_other(given: Mapping[str, str], body: schemas.ProgramQuery) -> None:
         same: tuple[str, ...] = ()
         if name in fields:
             own = (fields[name].default, getattr(body, name))
-            # No text stands for null: the document lets no name and no count be empty.
+            # null has no text form: the schema does not allow empty names or counts.
             same = tuple(_query_text(value) for value in own if value is not None)
         if text not in same:
             raise RequestError(
                 400,
-                "options of a JSON body belong into it",
+                "the options of a JSON request belong in its body",
                 where=f"query {name[:80]!r}",
-                hint="only uploads have them in the query",
+                hint="only uploads have options in the query",
             )
 
 
 def _query_text(value: object) -> str:
-    """A value of an option as a query has it."""
+    """Format an option's value as in a query string."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -120,13 +123,13 @@ def _payload(query: schemas.ProgramQuery) -> bytes:
     points = getattr(query, "points", ())
     if query.program and (query.settings or any(own.settings for own in points)):
         raise RequestError(
-            422, "a program has no settings", where="settings", hint="they are of a workload"
+            422, "a program has no settings", where="settings", hint="only workloads have settings"
         )
     if query.encoding == "text":
-        # JSON may hold lone surrogates, which UTF-8 cannot encode.
+        # JSON may contain lone surrogates, which UTF-8 cannot encode.
         return query.program.encode("utf-8", "replace")
     try:
-        # Strict: by default, characters outside of the alphabet would be skipped silently.
+        # By default, characters outside the base64 alphabet would be skipped silently.
         return base64.b64decode(query.program, validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(400, "the program is not base64", where="program") from None
@@ -140,9 +143,9 @@ def malformed(errors: Any) -> RequestError:
     """Convert the first validation error, with its location."""
     first = errors[0]
     place = list(first.get("loc", ()))
-    if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # the form of the body
+    if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # tag of the union
         place = place[1:]
-    # Cut: keys and values come from the request.
+    # Truncated, because keys and values come from the request.
     where = ".".join(map(str, place))[:200]
     status = 400 if first["type"] == "json_invalid" else 422
     what = first["msg"]

@@ -1,4 +1,4 @@
-"""What a server remembers: the least recently used answers go first."""
+"""A cache of answers that evicts the least recently used first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class LruCache:
     """Cache that evicts the least recently used entries when full. Not thread-safe.
 
     Args:
-        capacity: Largest sum of the entries' weights; 0 keeps none.
+        capacity: Maximum sum of the entries' weights; 0 disables the cache.
 
     Attributes:
-        hits: Look-ups that had an entry.
-        misses: Look-ups that had none.
+        hits: Look-ups that found an entry.
+        misses: Look-ups that found none.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -46,12 +46,12 @@ class LruCache:
         return values
 
     def put(self, key: Hashable, value: object, weight: int = 1) -> None:
-        """Remember a value that is not ``None``.
+        """Store a value that is not ``None``.
 
         Args:
             key: Key.
             value: Value.
-            weight: What it takes of the capacity.
+            weight: Part of the capacity that it uses.
         """
         before = self._entries.pop(key, None)
         self._weight += weight - (before[1] if before else 0)

@@ -1,4 +1,4 @@
-"""Bodies of questions about clusters and serving: the fields of what command lines ask."""
+"""Request schemas for clusters and serving, derived from the options of the commands."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def body_of(name: str, case: type, base: type[B], narrower: JsonMapping, *left_out: str) -> type[B]:
-    """Make the schema of a request.
+    """Make the schema of a request from the options of a command.
 
     Args:
-        name: Of the schema.
-        case: Dataclass, whose fields that are dataclasses are flattened.
-        base: What the schema extends; its own fields count.
-        narrower: Types of fields of which a server takes less than a command line, by name.
+        name: Name of the schema.
+        case: Dataclass with the options; nested dataclasses are flattened.
+        base: Schema to extend; its fields take precedence.
+        narrower: Types by field name, where the server accepts less than the command.
         left_out: Names of fields that requests do not have.
     """
     made: JsonObject = {}
@@ -57,14 +57,14 @@ def body_of(name: str, case: type, base: type[B], narrower: JsonMapping, *left_o
             limits["default_factory"] = field.default_factory
         elif field.default is not MISSING:
             limits["default"] = field.default
-        # Names of options are those of fields.
+        # Options are named like fields.
         words = option.help.replace("--", "").replace(", or a YAML file", "")
         made[field.name] = (hint, Field(description=words, **limits))
     return create_model(name, __base__=base, __doc__=base.__doc__, **made)
 
 
 def example(body: type[Body]) -> bytes:
-    """Return the first example of a request, as JSON."""
+    """Return the first example of a request as JSON."""
     extra: Any = body.model_config["json_schema_extra"]
     return json.dumps(extra["examples"][0]).encode()
 
@@ -74,7 +74,7 @@ _Plan = Annotated[str, Field(max_length=200, pattern=PLAN_SETTINGS)]
 _Source = Annotated[str, Field(max_length=80)]
 _Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 _Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-# Most people's lengths are numbers.
+# Lengths may be given as numbers, too.
 _Lengths = Annotated[
     str,
     Field(max_length=60, pattern=TOKENS),
@@ -82,16 +82,16 @@ _Lengths = Annotated[
 ]
 
 
-#: Texts are names, never files; NumPy's generators take no negative seeds.
+#: Strings are names, never files. NumPy's generators do not accept negative seeds.
 _STEP: JsonObject = {
     "plan": _Plan,
     "settings": Settings,
     "run": Settings,
     "framework": NameOrNone,
     "source": _Source,
-    # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
+    # Standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
     "jitter": Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)],
-    # Keys of JSON objects are texts; six digits exceed any cluster of the catalogue.
+    # Keys of JSON objects are strings; six digits exceed any cluster in the catalogue.
     "speed": dict[Annotated[str, Field(pattern=RANK)], float],
     "price": _Price | None,
     "power_cap_w": Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None,
@@ -100,48 +100,48 @@ _STEP: JsonObject = {
 
 
 class ModelBody(Body):
-    """A model by name, or by its configuration."""
+    """A model by name or by its configuration."""
 
     workload: CheckpointOrNone = Field(
         "",
-        description="A model by name: llama-3.1-70b, Qwen/Qwen3-32B; of steps also llama, moe, "
-        "gpt or bert with settings.",
+        description="Name of a model such as llama-3.1-70b or Qwen/Qwen3-32B; for training steps "
+        "also llama, moe, gpt or bert with settings.",
     )
     config: Annotated[str, Field(max_length=100_000)] = Field(
-        "", description="Instead of a workload: the text of a model's config.json."
+        "", description="Instead of a workload: contents of a model's config.json."
     )
-    model: Name | None = Field(None, description="A model of operators, or roofline.")
+    model: Name | None = Field(None, description="Operator model, or roofline.")
 
 
 class StepBody(ModelBody):
-    """A training step on a cluster, as ``opcast simulate`` takes it."""
+    """A training step on a cluster, as for ``opcast simulate``."""
 
-    cluster: Name = Field(description="Such as dgx-h100-x128.")
+    cluster: Name = Field(description="Name of a cluster, such as dgx-h100-x128.")
     model_config = ConfigDict(json_schema_extra=example_of("StepBody"))
 
 
-# The models of steps that a command takes are files.
+# Without ``steps``, which names a file.
 SimulateQuery = body_of("SimulateQuery", StepCase, StepBody, _STEP, "steps")
 
 
 class SweepQuery(ModelBody):
-    """Plans of a training step on a cluster, as ``opcast sweep`` evaluates them."""
+    """Parallel plans of a training step on a cluster, as for ``opcast sweep``."""
 
-    cluster: Name = Field(description="Such as dgx-h100-x16.")
+    cluster: Name = Field(description="Name of a cluster, such as dgx-h100-x16.")
     settings: Settings = Field({}, description="Sizes of the model, such as batch and seq.")
     grid: Annotated[str, Field(max_length=200, pattern=AXES)] = Field(
         "", description="Values of each axis, such as tp=4/8,recompute=none/full."
     )
-    framework: NameOrNone = Field("", description="Framework that runs it; else an average.")
+    framework: NameOrNone = Field("", description="Framework; empty for an average.")
     compiled: bool = Field(False, description="Steps are compiled, or replayed as CUDA graphs.")
-    price: _Price | None = Field(None, description="Price of a device for an hour.")
+    price: _Price | None = Field(None, description="Price of a device per hour.")
     power_cap_w: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="Sustained power of a device in watts."
     )
     model_config = ConfigDict(json_schema_extra=example_of("SweepQuery"))
 
 
-#: Texts are names, never files; and what would take a server long is refused.
+#: Strings are names, never files, and limits exclude requests that would take too long.
 _SERVING: JsonObject = {
     **dict.fromkeys(("weights", "experts", "activations", "kv_cache"), _Format),
     **dict.fromkeys(("plan", "prefill"), _Plan),
@@ -153,7 +153,7 @@ _SERVING: JsonObject = {
     "slo": Annotated[str, Field(max_length=80)],
     "linear_layers": Annotated[int, Field(ge=0, le=10_000)],
     **dict.fromkeys(("replicas", "prefill_replicas"), Annotated[int, Field(ge=0, le=4096)]),
-    # The simulation takes 0.1 ms a request, and each answer is three runs.
+    # The simulation takes 0.1 ms per request, and each answer needs three runs.
     **dict.fromkeys(("concurrency", "batch", "count"), Annotated[int, Field(ge=0, le=100_000)]),
     **dict.fromkeys(("transfer", "rate", "price"), _Price),
     "gpus": Annotated[int, Field(ge=1, le=256)],
@@ -165,14 +165,14 @@ _SERVING: JsonObject = {
 
 
 class ServingBody(ModelBody):
-    """A deployment under a load, as ``opcast simulate-serving`` takes it."""
+    """A deployment under a load, as for ``opcast simulate-serving``."""
 
-    cluster: NameOrNone = Field("", description="Such as h100-sxm-x8; or a device.")
+    cluster: NameOrNone = Field("", description="Name of a cluster, such as h100-sxm-x8.")
     device: NameOrNone = ""
     fleet: Annotated[str, Field(max_length=100_000)] = Field(
         "",
-        description="Instead of all others: the text of a fleet's YAML file, answered as "
-        "`opcast simulate-serving --fleet --json` does.",
+        description="Instead of all other fields: contents of a fleet's YAML file, as for "
+        "`opcast simulate-serving --fleet`.",
     )
     model_config = ConfigDict(json_schema_extra=example_of("ServingBody"))
 
@@ -183,7 +183,7 @@ SimulateServingQuery = body_of(
 
 
 class SearchBody(ModelBody):
-    """Deployments on devices under a load, as ``opcast plan-serving`` searches them."""
+    """A search for deployments on devices under a load, as for ``opcast plan-serving``."""
 
     device: Name = Field(description="A device that GET /v1/devices lists, or an alias of it.")
     load: Annotated[str, Field(max_length=120, pattern=LOAD)] = Field(

@@ -1,4 +1,4 @@
-"""What a child of the fork server is asked about clusters and serving, and how it answers."""
+"""Tasks on clusters and serving that children of the fork server execute."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..predict.cluster.serving_case import ModelCase
     from ..simulate.step.workload import Workload
 
-#: A configuration that came with a request, in the folder of its child alone.
+#: File of a request's model configuration, in a temporary folder of the child process.
 _CONFIG = Path("config.json")
 
 
 def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """A step on a cluster, as ``opcast simulate --json`` prints it.
+    """Predict a step on a cluster, as for ``opcast simulate --json``.
 
     Raises:
         OpcastError: The workload, plan, cluster or model does not fit.
@@ -40,7 +40,7 @@ def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, ob
 
 
 def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """The plans of a step that ``opcast sweep`` evaluates, and their Pareto front.
+    """Evaluate plans of a step, as for ``opcast sweep``, and return their Pareto front.
 
     Raises:
         OpcastError: The workload, grid, cluster or model does not fit.
@@ -52,7 +52,7 @@ def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, objec
     given = SweepQuery.model_validate_json(payload).model_dump()
     work = _trained(given)
     by = {name: given[name] for name in ("framework", "compiled")}
-    # The default model's operators are those that commands take.
+    # The default model has the operators that the commands use by default.
     by |= {} if task["model"] == "default" else {"model": task["model"]}
     job = SweepJob(work, given["power_cap_w"], **by)
     prices = {"": given["price"]} if given["price"] else {}
@@ -60,7 +60,7 @@ def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, objec
         own = Sweep(job, Path(folder), prices=prices)
         axes = parse_grid(given["grid"]) if given["grid"] else {}
         rows = grid(own, [given["cluster"]], [work.batch], axes)
-    # JSON has no NaN, which stands for what is not known.
+    # JSON has no NaN, so unknown figures become null.
     best = pareto(rows)
     front = best.astype(object)
     plans = front.where(front.notna(), None).drop(columns=["key", "error"]).to_dict("records")
@@ -75,7 +75,7 @@ def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, objec
 
 
 def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """A deployment under a load, as ``opcast simulate-serving --json`` prints it.
+    """Simulate a deployment under a load, as for ``opcast simulate-serving --json``.
 
     Raises:
         OpcastError: The model, plan, load or device does not fit.
@@ -94,14 +94,14 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
         spare = [name for name in ("workload", "config", "device", "cluster") if given[name]]
         if spare:
             raise PlanError(
-                f"a fleet says itself its {spare[0]}", where="fleet", hint="one of them"
+                f"{spare[0]} does not apply to a fleet", where="fleet", hint="set it in the fleet"
             )
         return predict_fleet(predictor, parse_fleet(given["fleet"])).to_dict()
     case = made(ServingCase, given)
     load = case.load
     loads = [name for name in ("concurrency", "batch", "rate") if getattr(load, name)]
     if len(loads) > 1:
-        raise PlanError(f"{' and '.join(loads)} exclude each other", hint="one of them")
+        raise PlanError(f"{' and '.join(loads)} exclude each other", hint="give one of them")
     if not load.rate and load.burstiness != 1.0:
         raise PlanError("burstiness needs a rate", where="burstiness", hint="give rate")
     with _served(given, case.model) as model:
@@ -111,7 +111,7 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
 
 
 def plan_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """The search of deployments, as ``opcast plan-serving --json`` prints it.
+    """Search for deployments, as for ``opcast plan-serving --json``.
 
     Raises:
         OpcastError: The model, load or device does not fit.
@@ -134,7 +134,7 @@ def plan_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str
 
 
 def _trained(given: JsonMapping) -> Workload:
-    """The workload of a step: by name, as no file of the server is read, or of a configuration.
+    """Read the workload of a training step by name or from the request's configuration.
 
     Raises:
         PlanError: There is no such workload, or its sizes do not fit.
@@ -149,24 +149,25 @@ def _trained(given: JsonMapping) -> Workload:
 
 @contextmanager
 def _served(given: JsonMapping, model: ModelCase) -> Iterator[ModelCase]:
-    """The model that is served, by name or of a configuration."""
+    """The model to serve, by name or from the request's configuration."""
     with _configured(given) as path:
         yield replace(model, hf=path) if path is not None else model
 
 
 @contextmanager
 def _configured(given: JsonMapping) -> Iterator[Path | None]:
-    """The file of the configuration of a request, if it has one.
+    """Write the configuration of a request, if it has one, to a temporary file.
 
     Raises:
-        PlanError: There are both a workload and a configuration, or neither.
+        PlanError: Both or neither of a workload and a configuration are given.
     """
     if bool(given["workload"]) == bool(given["config"]):
         raise PlanError("give either a workload or a config", where="workload")
     if not given["config"]:
         yield None
         return
-    # This process answers one request, so that its folder is its own; messages name the file alone.
+    # The process answers a single request, so it may change its working folder; messages then
+    # contain only the name of the file.
     before = Path.cwd()
     with TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -178,5 +179,5 @@ def _configured(given: JsonMapping) -> Iterator[Path | None]:
 
 
 def _operators(predictors: Predictors, task: Task) -> OpModel | None:
-    """The operators of a served model; ``None`` for rooflines."""
+    """Operator model of a served model; ``None`` for the roofline."""
     return None if task["model"] == "roofline" else predictors[task["model"]].operators

@@ -1,4 +1,4 @@
-"""Parts of the OpenAPI document that FastAPI does not derive from the code."""
+"""Parts of the OpenAPI document that FastAPI cannot derive from the code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds
 _WHY = {
     400: "The body is not JSON.",
     401: "The token is missing or wrong.",
-    403: "The program would have to be compiled, or loaded by PyTorch, which was not allowed.",
-    404: "The device or model is not known.",
+    403: "The server does not allow compiling the program, or loading it with PyTorch.",
+    404: "The device or model is unknown.",
     413: "The body, or the number of kernels, exceeds the limit.",
     415: "The body has another content type.",
-    422: "The request, program, kernel or plan cannot be used; hint states what to do.",
+    422: "The request, program, kernel or plan is invalid; hint describes a remedy.",
     500: "opcast fails on a valid program: please report it.",
-    503: "Too many requests are at work, or the process for programs is gone.",
-    504: "It takes longer than the server allows.",
+    503: "Too many requests are in flight, or the process for programs is not running.",
+    504: "The request exceeds the time limit of the server.",
 }
 
 Responses = dict[int | str, dict[str, object]]
@@ -47,7 +47,7 @@ def _body(schema: JsonObject, **others: JsonObject) -> dict[str, object]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-# Statuses of each group of endpoints; tests/bench/fuzz_server.py holds the server to them.
+# Statuses of each group of endpoints; checked by tests/bench/fuzz_server.py.
 FREE = _errors(401)
 READY = _errors(401, 503)
 LIMITED = _errors(401, 413, 503, 504)
@@ -61,24 +61,24 @@ _FORMS = ("OpsQuery", "ColumnsQuery", "KernelsQuery")
 
 
 def _parameters() -> list[dict[str, object]]:
-    """Options of an upload, which stand in the query."""
+    """Options of an upload, given in the query."""
     return [
         {
             "name": name,
             "in": "query",
-            # Requests with a JSON body have no query, so even ``device`` is optional at this level.
+            # Not even ``device``, because requests with a JSON body have no query.
             "required": False,
             "schema": _of_query(own),
-            "description": f"Of an upload only. {own.get('description', '')}".strip(),
+            "description": f"For uploads only. {own.get('description', '')}".strip(),
         }
         for name, own in schemas.ProgramOptions.model_json_schema()["properties"].items()
     ]
 
 
 def _of_query(schema: JsonObject) -> JsonObject:
-    """Schema of an option in a query, which has no null and need not be sent by default.
+    """Schema of an option in a query: without null, and without a default.
 
-    Generated clients send every field that has a default with every request.
+    Generated clients send fields that have a default with every request.
     """
     some: JsonObject = next((s for s in schema.get("anyOf", ()) if s != {"type": "null"}), {})
     return {k: v for k, v in schema.items() if k not in ("anyOf", "default", "description")} | some
@@ -89,10 +89,10 @@ _PROGRAM_BODY = {
     **_body(_ref("ProgramQuery"), **{"application/octet-stream": _UPLOAD, "text/plain": _UPLOAD}),
 }
 _PAGE: Responses = {
-    200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}}
+    200: {"description": "A self-contained HTML page.", "content": {"text/html": {}}}
 }
 KEPT = _PAGE | _errors(401, 404, 413, 503, 504)
-#: Request and answer of each kind of task; bodies are read by hand, so that FastAPI sees neither.
+#: Request and response of each kind of task, which FastAPI does not see.
 _TASKS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
     "predict/program": (schemas.ProgramQuery, answers.ProgramAnswer),
     "what-if": (schemas.WhatIfQuery, answers.WhatIfAnswer),
@@ -110,17 +110,17 @@ def _answer(model: type[BaseModel], about: str) -> Responses:
 
 
 def _posts() -> Iterator[tuple[str, tuple[Responses, dict[str, object]]]]:
-    """Responses and body of each endpoint that predicts, by its path."""
+    """Yield path, responses and request body of each endpoint that predicts."""
     kernels = _answer(answers.KernelAnswers, "Predictions by column.")
     yield "/v1/predict/kernels", (kernels, _body({"oneOf": [_ref(name) for name in _FORMS]}))
     yield "/v1/report", (_PAGE | _ASKED | _COMPILED, _PROGRAM_BODY)
-    told = {
-        "predict/program": "As `opcast predict --json` prints it.",
-        "what-if": "As `opcast predict --json` prints it, without kernels.",
-        "sweep": "Plans as `opcast sweep` writes them.",
+    described = {
+        "predict/program": "Output of `opcast predict --json`.",
+        "what-if": "Output of `opcast predict --json` without kernels, for each point.",
+        "sweep": "Plans as written by `opcast sweep`.",
     }
     for path, (query, answer) in _TASKS.items():
-        responses = _answer(answer, told.get(path, f"As `opcast {path} --json` prints it."))
+        responses = _answer(answer, described.get(path, f"Output of `opcast {path} --json`."))
         body = _PROGRAM_BODY if path == "predict/program" else _body(_ref(query.__name__))
         compiled = _COMPILED if path in ("predict/program", "what-if") else {}
         yield f"/v1/{path}", (responses | compiled, body)
@@ -130,7 +130,7 @@ POSTS = dict(_posts())
 
 
 def extend(app: FastAPI, *, secured: bool) -> None:
-    """Add the schemas of bodies, and the token, to the document."""
+    """Add the request and response schemas and the token to the document."""
     plain = app.openapi
 
     def openapi() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Errors as responses: a status, and JSON that states what is wrong, where, and what to do."""
+"""Error responses: a status, and JSON that states what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from starlette.responses import Response
 from ..common.errors import DeviceError, InternalError, ModelError, OpcastError
 from .settings import ServeError
 
-#: Seconds until a refused request may be retried: most requests take far less. Engineering
+#: Seconds after which a refused request may be retried; most requests take far less. Engineering
 #: estimate.
 RETRY_S = 1
 
 
 class RequestError(OpcastError):
-    """A request that is refused before any model is asked.
+    """A request that is refused before a model runs.
 
     Args:
         status: HTTP status.
         what: What is wrong.
         where: Part of the request.
         hint: What to do.
-        name: Class of the error as responses name it; its own by default.
-        retry_s: Seconds after which a request refused with 503 may be sent again.
+        name: Class name for the response; this class by default.
+        retry_s: Seconds after which a request refused with 503 may be retried.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class RequestError(OpcastError):
 def status_of(error: OpcastError) -> int:
     """Return the HTTP status of an error.
 
-    A :class:`RequestError` has its own; faults of opcast are 500, a server that cannot work 503,
-    unknown devices and models 404, and everything else, which the sender can correct, is 422.
+    A :class:`RequestError` specifies its status. Bugs of opcast are 500, a server that cannot work
+    is 503, unknown devices and models are 404, and all other errors, which the client can correct,
+    are 422.
     """
     if isinstance(error, RequestError):
         return error.status
@@ -57,13 +58,13 @@ def status_of(error: OpcastError) -> int:
 
 
 def error_data(error: OpcastError) -> dict[str, object]:
-    """The part of a response that describes an error."""
+    """Describe an error for a response."""
     name = error.name if isinstance(error, RequestError) else type(error).__name__
     return {"error": name, "what": error.what, "where": error.where, "hint": error.hint}
 
 
 def error_response(error: OpcastError) -> Response:
-    """Make the response to a request that caused an error."""
+    """Make the response for an error."""
     status = status_of(error)
     headers = {}
     if status == 503:
@@ -71,7 +72,7 @@ def error_response(error: OpcastError) -> Response:
     if status == 401:
         # A 401 must name the scheme (RFC 9110, section 11.6.1).
         headers["WWW-Authenticate"] = "Bearer"
-    if status == 413:  # the rest of the body is not read
+    if status == 413:  # the rest of the body stays unread
         headers["Connection"] = "close"
     return json_response(error_data(error), status, headers)
 
@@ -79,11 +80,11 @@ def error_response(error: OpcastError) -> Response:
 def json_response(
     data: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """A response with plain data; surrogates that came in with a request are replaced."""
+    """Make a JSON response; lone surrogates from the request are replaced."""
     body = data if isinstance(data, bytes) else to_json(data)
     return Response(body, status, headers, "application/json")
 
 
 def page_response(page: bytes) -> Response:
-    """Make a response with a page, which carries its own content security policy."""
+    """Make an HTML response; the page contains its content security policy."""
     return Response(page, 200, None, "text/html; charset=utf-8")

@@ -1,4 +1,4 @@
-"""The page at ``/``: forms that ask this server, and what it answers."""
+"""The page at ``/``: forms that send requests to this server and show its answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCRIPTS = (
     "change.js",
     "explore.js",
 )
-#: Workloads that models by name are made of, with what their sizes leave open.
+#: Zoo workloads of the named models, with the settings that the models' sizes do not determine.
 _OF_MODELS = {
     "llama": {"batch": 1, "dtype": "bf16", "scan_layers": "true"},
     "moe": {"batch": 1, "dtype": "bf16"},
@@ -34,10 +34,10 @@ _TITLE = "opcast: how long will it take?"
 
 
 def explorer_page(service: Service) -> str:
-    """Make the page; it names what the server knows, and fetches nothing else to begin with.
+    """Make the page with the server's devices, models and workloads.
 
     Args:
-        service: Its devices and models, and whether it compiles.
+        service: State of the server.
     """
     data = {
         "version": __version__,
@@ -57,9 +57,9 @@ def explorer_page(service: Service) -> str:
 
 
 def _device(entry: JsonObject) -> dict[str, object]:
-    """A device, and its figures that can be changed, by the keys of a device file."""
+    """A device with the figures that the page can change, by the keys of a device file."""
+    # Only devices in the catalogue can be the base of a modified device.
     spec = find_device(entry["name"]) if in_catalogue(entry["name"]) else None
-    # Of a device that a model describes itself no file can be made.
     figures = {
         "hbm_bandwidth_gbps": spec.bandwidth / 1e9 if spec else 0.0,
         "boost_mhz": spec.clock_hz / 1e6 if spec else 0.0,
@@ -71,7 +71,7 @@ def _device(entry: JsonObject) -> dict[str, object]:
 
 
 def _presets() -> dict[str, dict[str, str]]:
-    """Models by name that a workload of the zoo has all sizes of: the workload and its settings."""
+    """Named models that a zoo workload can represent, with the workload and its settings."""
     found = {}
     for name in preset_names():
         preset = find_preset(name)

@@ -1,10 +1,9 @@
 """The fork server: a process that holds the models and forks a child for each task.
 
-It parses nothing untrusted itself: programs, kernels and plans are read by its children.
-``sandbox.py`` starts it with a socket, over which it passes a connection for each task. The kernel
-enforces limits of memory and time on each child, so whatever a program does to a native parser ends
-with that child. A fork takes milliseconds; importing the packages and loading the models takes
-seconds.
+Only its children read untrusted programs, kernels and plans. ``sandbox.py`` starts it with a
+socket, over which it passes a connection for each task. The operating system enforces memory and
+time limits on each child, so a program that crashes a native parser ends only that child. A fork
+takes milliseconds, whereas importing the packages and loading the models takes seconds.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from .tasks import Predictors, Task
 
 logger = logging.getLogger(__name__)
 
-#: Headers on a task's connection, in network byte order: 32-bit length of the JSON and 64-bit
-#: length of the payload; status and 64-bit length of a reply.
+#: Headers on a task's connection, in network byte order. Task: 32-bit length of the JSON, 64-bit
+#: length of the payload. Reply: 16-bit status, 64-bit length.
 TASK, REPLY = struct.Struct("!IQ"), struct.Struct("!HQ")
 READY = b"ready"
-#: Asked once of each kind of device before the first fork, with a step and a deployment: what is
-#: imported and read lazily by an answer is then shared by all children. It has a product, a
-#: convolution, a reduction and a pass over elements.
+#: Program predicted on each kind of device before the first fork, so that all children share what a
+#: prediction imports and loads lazily. It has a matrix product, a convolution, a reduction and an
+#: elementwise operation.
 _WARM = Path(__file__).with_name("warm.mlir")
 _EXAMPLES = (
     ("simulate", StepBody),
@@ -48,7 +47,7 @@ _EXAMPLES = (
     ("sweep", SweepQuery),
     ("plan-serving", SearchBody),
 )
-#: Time that one answer may take then. Engineering estimate.
+#: Time limit in seconds of each of these predictions. Engineering estimate.
 _WARM_S = 60.0
 
 Reply = tuple[int, bytes]
@@ -65,19 +64,19 @@ _KINDS: Mapping[str, Callable[[Predictors, Task, bytes], dict[str, object] | str
 
 
 def answer(predictors: Predictors, task: Task, payload: bytes) -> Reply:
-    """Status and JSON of a task; whatever it raises becomes an answer.
+    """Execute a task; return its status and JSON, also for every exception.
 
     Args:
         predictors: Loaded models by name.
         task: ``kind``, a key of the table above, and its parameters.
-        payload: The program, or JSON of a request.
+        payload: The program, or the JSON of a request.
     """
     try:
         result = _KINDS[task["kind"]](predictors, task, payload)
         return (200, result.encode()) if isinstance(result, str) else _reply(result)
     except OpcastError as error:
         return status_of(error), json.dumps(error_data(error)).encode()
-    # RLIMIT_DATA makes allocations fail: Python raises a MemoryError, native code mostly aborts.
+    # RLIMIT_DATA makes allocations fail: Python raises MemoryError, native code mostly aborts.
     except MemoryError:
         return _refused(
             "it needs more memory than the server allows",
@@ -85,13 +84,13 @@ def answer(predictors: Predictors, task: Task, payload: bytes) -> Reply:
         )
     except RecursionError:
         return _refused("it is nested too deeply", "call fewer functions within each other")
-    except Exception as error:  # a reader met something unsupported: the log has the rest
+    except Exception as error:  # unsupported input
         name = task.get("request", "")
         logger.exception("unexpected error in a %s task of request %s", task["kind"], name)
         # 422, not 500: the payload is untrusted, and most such errors are its fault.
         return _refused(
             f"it cannot be processed: {type(error).__name__}: {error}"[:300],
-            "is it complete? If it runs elsewhere, please report it",
+            "check that it is complete; if it runs elsewhere, please report it",
         )
 
 
@@ -99,7 +98,7 @@ def _reply(result: dict[str, object]) -> Reply:
     try:
         return 200, json.dumps(result, allow_nan=False).encode()
     except ValueError:  # JSON has no infinity
-        return _refused("its sizes give figures that are not finite", "give smaller sizes")
+        return _refused("its sizes lead to infinite figures", "give smaller sizes")
 
 
 def _refused(what: str, hint: str) -> Reply:
@@ -107,11 +106,11 @@ def _refused(what: str, hint: str) -> Reply:
 
 
 def ended(task: Mapping[str, object]) -> OpcastError:
-    """The error to return for a task whose process died."""
+    """Make the error for a task whose process died."""
     what = "the process that read it crashed, or needed more memory than the server allows"
     programs = ("program", "report", "what-if", "kernels")
     kind = ProgramError if task["kind"] in programs else LoweringError
-    return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")
+    return kind(what, where=str(task["kind"]), hint="check that it is complete and well formed")
 
 
 def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
@@ -127,7 +126,7 @@ def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
     predictors = {name: load(name) for name in models}
     _warm(predictors, memory_bytes)
     gc.collect()
-    gc.freeze()  # a collection in a child would write to, and so copy, every page
+    gc.freeze()  # a collection in a child would write to every page, and thereby copy it
     control.sendall(READY)
     own = os.getpid()
     while True:
@@ -143,20 +142,20 @@ def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
 
 
 def _warm(predictors: Predictors, memory_bytes: int) -> None:
-    """Answer what a child may be asked, once for each platform and vendor of devices."""
+    """Execute example tasks for each platform and vendor, to load everything before forking."""
     specs = [find_device(name) for name in device_names()]
     kinds = {(spec.platform, spec.vendor): spec.name for spec in specs}
     for model, predictor in predictors.items():
-        predictor.operators  # noqa: B018 - read lazily; read here, its pages are shared as well
-        asked: Task = {
+        predictor.operators  # noqa: B018 - loads lazily
+        options: Task = {
             "model": model, "lowering": "fused", "fallback": "", "trip_count": None,
             "strict": False, "timeout_s": _WARM_S, "memory_bytes": memory_bytes,
             "allow_compile": False,
         }  # fmt: skip
         devices, program = list(kinds.values()), _WARM.read_bytes()
         for kind, device in [*(("program", d) for d in devices), ("report", devices[0])]:
-            answer(predictors, {**asked, "kind": kind, "device": device}, program)
-        # Imports what makes workloads; lowering one would start threads, which no fork has.
+            answer(predictors, {**options, "kind": kind, "device": device}, program)
+        # Only imports: lowering a workload would start threads, which a fork does not copy.
         build("mlp")
         for kind, body in _EXAMPLES:
             answer(predictors, {"kind": kind, "model": model}, example(body))
@@ -165,13 +164,13 @@ def _warm(predictors: Predictors, memory_bytes: int) -> None:
 def _child(
     task: socket.socket, predictors: dict[str, Predictor], memory_bytes: int, parent: int
 ) -> None:
-    """Read a task, answer it and end; whatever happens, never return to the parent's loop."""
+    """Read and execute a task, and exit; never return to the parent's loop."""
     try:
         die_with_parent(parent)
-        # Compilers run in a grandchild, whose exit status would be lost if the kernel reaped it.
+        # The exit status of compilers, which are child processes, must not be discarded.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         limit_memory(memory_bytes)
-        # A core dump would write the models' memory to disk for each crash.
+        # No core dumps, which would write the models' memory to disk.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         lengths = TASK.unpack(task.recv(TASK.size, socket.MSG_WAITALL))
         head: Task = json.loads(task.recv(lengths[0], socket.MSG_WAITALL))
@@ -182,13 +181,13 @@ def _child(
         task.sendall(REPLY.pack(status, len(body)) + body)
         task.close()
     finally:
-        # Not sys.exit: handlers and buffers inherited from the parent must not run twice.
+        # Not sys.exit, which would run exit handlers inherited from the parent.
         os._exit(0)
 
 
 def _end_with(task: socket.socket) -> None:
-    """End this process when the server closes the connection: nobody waits for the answer."""
-    # Nothing follows a task, so that this returns at the end of the connection alone.
+    """Exit when the server closes the connection, because nobody waits for the answer."""
+    # No data follows a task, so this returns only when the connection closes.
     task.recv(1)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Limits that apply to every request: token, concurrency, size and time."""
+"""Middleware that checks every request: token, concurrency, size and time."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-#: Answered without a token, for load balancers.
+#: Paths that need no token, for load balancers.
 _OPEN = ("/health", "/ready")
-# Answered even when the server is at its limit of concurrent requests, to show why.
+# Paths that are answered even at the concurrency limit, for diagnosis.
 _FREE = (*_OPEN, "/metrics")
 _ID_HEADER = b"x-request-id"
-#: Ids that clients may give: short enough for a log, and no line ends.
+#: Request ids that clients may give; short, and without line breaks, for the log.
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class Guard:
-    """ASGI middleware with the limits of :class:`ServerSettings`.
+    """ASGI middleware that enforces the limits of :class:`ServerSettings`.
 
     Args:
-        app: The application behind the limits.
+        app: The application.
         settings: The limits.
-        metrics: Counts every request.
-        paths: Paths that are counted by name; all others are counted together.
+        metrics: Metrics that count every request.
+        paths: Paths with counters of their own; all others share one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Guard:
         metrics.in_flight.set_function(lambda: self.in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Pass on a request or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -75,12 +75,11 @@ class Guard:
         except (OpcastError, TimeoutError) as error:
             known = error if isinstance(error, OpcastError) else None
             answer = error_response(known or out_of_time(self.settings.timeout_s))
-            # Once a response has started, a second one would break the protocol; the connection
-            # ends.
+            # A response that has started cannot be replaced; the connection closes.
             if not status:
                 await answer(scope, receive, note)
         finally:
-            # Labels of a metric are kept for ever, so unknown paths must not become labels.
+            # Metrics keep their labels forever, so unknown paths must not become labels.
             path = scope["path"] if scope["path"] in self.paths else "other"
             seconds = time.perf_counter() - started
             self.metrics.done(path, status or 500, seconds)
@@ -97,7 +96,7 @@ class Guard:
             return
         if self.in_flight >= self.settings.concurrency:
             raise RequestError(
-                503, f"{self.in_flight} requests are at work", hint="come again later"
+                503, f"{self.in_flight} requests are in flight", hint="try again later"
             )
         self.in_flight += 1
         try:
@@ -108,7 +107,7 @@ class Guard:
 
     def _authorise(self, scope: Scope) -> None:
         shown = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-        # In constant time, so that response times do not reveal how much of a token was right.
+        # In constant time, so that response times do not reveal a correct prefix.
         if not hmac.compare_digest(shown, self._token):
             raise RequestError(
                 401,
@@ -118,18 +117,18 @@ class Guard:
             )
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """A ``receive`` that returns the whole body, read up to the limit."""
+        """Read the body up to the limit; return a ``receive`` that yields it."""
         limit = self.settings.max_body_bytes
-        # Refused by its declared length before a byte is read; the loop below counts what really
-        # comes, since the header may be missing (chunked) or wrong.
+        # Refuse by the declared length before reading; the loop also counts the bytes received,
+        # since the header may be missing (chunked) or wrong.
         length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
-        # Cut to 20 digits: Python refuses to convert thousands of them.
+        # At most 20 digits: Python refuses to convert thousands.
         if length.isdigit() and int(length[:20]) > limit:
             raise _too_large(limit)
         parts, size = [], 0
         while True:
             message = await receive()
-            # The client disconnected; the application is told so.
+            # The client disconnected, which the application must see.
             if message["type"] != "http.request":
                 return _once(message, receive)
             parts.append(message.get("body", b""))
@@ -143,13 +142,13 @@ class Guard:
 
 
 class Direct:
-    """ASGI middleware that passes requests of some paths straight to their handlers.
+    """ASGI middleware that calls the handlers of some paths directly.
 
-    FastAPI has the same handlers, documents them and answers other methods, but its routing takes
-    longer than a cached answer.
+    FastAPI documents the same handlers and answers other methods, but its routing takes longer than
+    a cached answer.
 
     Args:
-        app: Answers other paths and methods.
+        app: The application, for other paths and methods.
         handlers: Handlers of POST requests by path.
     """
 

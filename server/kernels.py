@@ -1,4 +1,4 @@
-"""Answer queries on kernels and operators from the cache, or in batches with other queries."""
+"""Answer queries about kernels and operators, from a cache or batched with other queries."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from .sandbox import Sandbox
 from .schemas import ColumnsQuery, KernelsQuery, OpsQuery
 from .settings import ServerSettings
 
+#: Maximum rows of a batch, so that small queries do not wait long for large ones; a larger query is
+#: a batch by itself. At 40 µs per new row (docs/server.md) a full batch takes less than a second.
+#: Engineering estimate.
+BATCH_ROWS = 20_000
 OP_COLUMNS = (*LATENCY_KEYS, "roofline_us", "bound", "scope", "in_domain")
 KERNEL_COLUMNS = (*LATENCY_KEYS, "bound", "source", "in_domain")
 AnyQuery = OpsQuery | ColumnsQuery | KernelsQuery
 
 
 class _Group(NamedTuple):
-    """Queries that share a batch: operators or kernels, of one model and one device.
+    """Key of queries that can share a batch: operators or kernels of one model and device.
 
-    ``vendor`` decides whose libraries run operators that name no method.
+    ``vendor`` determines the default library of operators that specify none.
     """
 
     model: str
@@ -42,13 +46,13 @@ class _Group(NamedTuple):
 
 
 class KernelService:
-    """Answers queries on kernels and operators.
+    """Answers queries about kernels and operators.
 
     Args:
         settings: Limits.
         predictors: Loaded models by name.
-        sandbox: Reads kernels' texts.
-        metrics: Counts rows and batches.
+        sandbox: Parses the HLO of kernels.
+        metrics: Metrics that count rows and batches.
     """
 
     def __init__(
@@ -63,20 +67,21 @@ class KernelService:
         self.sandbox = sandbox
         self.metrics = metrics
         self.cache = LruCache(settings.cache_entries)
-        # One thread: XGBoost releases the GIL while it predicts, so the event loop keeps answering
-        # from the cache; a second batch at the same time would only slow the first.
+        # One thread: XGBoost releases the GIL, so the event loop keeps answering from the cache; a
+        # concurrent second batch would only slow the first.
         self._thread = ThreadPoolExecutor(1, "kernels")
-        # Apart, because kernels wait for a process that parses them, operators only for the thread.
+        # Separate, because kernels wait for a process that parses them, operators only for the
+        # thread.
         self._batches = {
-            kernels: MicroBatcher(self._compute, self._told) for kernels in (False, True)
+            kernels: MicroBatcher(self._compute, metrics.batch.observe) for kernels in (False, True)
         }
 
     def close(self) -> None:
-        """End the thread that computes."""
+        """Stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, query: AnyQuery, model: str, device: DeviceSpec) -> dict[str, object]:
-        """Predictions by column, as :class:`~opcast.server.answers.KernelAnswers` has them.
+        """Predict by column, as in :class:`~opcast.server.answers.KernelAnswers`.
 
         Raises:
             OpcastError: A row is not an operator or kernel, or a field is unknown.
@@ -91,7 +96,7 @@ class KernelService:
         elif isinstance(query, OpsQuery):
             rows = await self._texts(query.ops, group, query.ops)
         else:
-            # Digests as keys: texts of kernels may be long, and the cache would keep them alive.
+            # Digests as keys, because the HLO of kernels may be long.
             rows = await self._texts(query.kernels, group, [_digest(t) for t in query.kernels])
         self.metrics.rows.inc(len(rows))
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
@@ -114,8 +119,8 @@ class KernelService:
         row = parse_op_columns(query.operator, query.columns, group.vendor)
         varying = {k: v for k, v in row.items() if isinstance(v, np.ndarray)}
         self._check_rows(len(next(iter(varying.values()))) if varying else 1)
-        # Parameters shared by all rows are part of the group, hashed once; a row's key is then only
-        # the tuple of those that vary.
+        # Parameters shared by all rows are hashed once, as part of the group; a row's key is the
+        # tuple of the varying ones.
         same = tuple(sorted((k, v) for k, v in row.items() if k not in varying))
         lists = [v.tolist() for v in varying.values()]
         marks = zip(*lists, strict=True) if lists else [()]
@@ -133,11 +138,11 @@ class KernelService:
         keys: Sequence[Hashable],
         work: Callable[[Sequence[int]], object],
     ) -> list[object]:
-        """Answers by key from the cache; ``work`` makes the query for the places of the others."""
+        """Look up answers by key; ``work`` makes the query for the positions of missing ones."""
         answers = self.cache.get_many(keys)
         missing = [i for i, value in enumerate(answers) if value is None]
         if missing:
-            # By key, so that a row that a request holds twice is computed once.
+            # By key, so that duplicate rows of a request are computed once.
             own = {keys[i]: i for i in missing}
             fresh = await self._fresh(group, work(list(own.values())), list(own))
             for i in missing:
@@ -147,7 +152,7 @@ class KernelService:
     async def _fresh(
         self, group: _Group, work: object, keys: Sequence[Hashable]
     ) -> dict[Hashable, Any]:
-        """Compute rows, remember them, and return them by key."""
+        """Compute rows, cache them, and return them by key."""
         columns = await self._batches[group.kernels].ask(group, work, len(keys))
         rows = dict(zip(keys, zip(*columns, strict=True), strict=True))
         for key, value in rows.items():
@@ -158,15 +163,12 @@ class KernelService:
         if count > self.settings.max_rows:
             raise RequestError(
                 413,
-                f"{count} kernels, at most {self.settings.max_rows} of a request",
+                f"{count} kernels exceed the limit of {self.settings.max_rows} per request",
                 hint="split them, or start the server with: opcast serve --max-rows",
             )
 
-    def _told(self, queries: int, rows: int) -> None:
-        self.metrics.batch.observe(rows)
-
     async def _compute(self, group: _Group, works: Sequence[Any]) -> list[list[Sequence[object]]]:
-        """Columns of each of the works of a group."""
+        """Compute the queries of a group together; return the columns of each."""
         ends = np.cumsum([len(work) for work in works])
         if group.kernels:
             columns = await self._read(group, [text for work in works for text in work])
@@ -182,7 +184,7 @@ class KernelService:
         estimates = bundle.predict(frame.assign(device=group.device))
         own = latency_fields(estimates.latency, estimates.lo, estimates.hi)
         times = [*own.values(), estimates.roofline * 1e6]
-        # JSON has no infinity, and a schema bounds sizes only so far.
+        # JSON has no infinity, and the schema does not exclude all sizes that lead to it.
         if not all(np.isfinite(t).all() for t in times):
             raise ProgramError("an operator has no finite latency", hint="give smaller sizes")
         rest = (estimates.bound, estimates.scope, estimates.in_domain)
@@ -190,7 +192,7 @@ class KernelService:
 
     async def _read(self, group: _Group, texts: Sequence[str]) -> list[list[object]]:
         task = {"kind": "kernels", "model": group.model, "device": group.device}
-        # HLO text is untrusted, so the parser runs in a process that may crash.
+        # HLO is untrusted, so it is parsed in a process that may crash.
         status, body = await self.sandbox.run(task, json.dumps(texts).encode())
         data = json.loads(body)
         if status != 200:
@@ -218,14 +220,8 @@ def _row(text: str, place: int, vendor: str) -> dict[str, object]:
 
 
 def _digest(text: str) -> bytes:
-    # Texts may hold lone surrogates, which UTF-8 cannot encode.
+    # The text may contain lone surrogates, which UTF-8 cannot encode.
     return hashlib.sha256(text.encode("utf-8", "replace")).digest()
-
-
-#: Most rows of a batch, so that small queries do not wait long for large ones; a request with more
-#: rows is a batch by itself. At 40 µs for a new row (docs/server.md) a full batch takes under a
-#: second. Engineering estimate.
-BATCH_ROWS = 20_000
 
 
 class _Item(NamedTuple):
@@ -236,27 +232,27 @@ class _Item(NamedTuple):
 
 
 class MicroBatcher:
-    """Collects queries and computes the queries of a group together, one batch at a time.
+    """Collects queries and computes those of the same group together, one batch at a time.
 
     Args:
         compute: Called with a group and the ``work`` of its queries; returns an answer for each.
-            If it raises an error that users can cause, every query is computed by itself, so that
-            only the one that caused it fails.
-        told: Called with the number of queries and of rows of each batch.
+            If it raises an :class:`OpcastError`, the queries are computed one by one, so that only
+            the one that caused it fails.
+        report: Called with the number of rows of each batch.
     """
 
     def __init__(
         self,
         compute: Callable[[Any, Sequence[Any]], Awaitable[Sequence[Any]]],
-        told: Callable[[int, int], None] = lambda queries, rows: None,
+        report: Callable[[int], None] = lambda rows: None,
     ) -> None:
         self._compute = compute
-        self._told = told
+        self._report = report
         self._waiting: list[_Item] = []
         self._running: asyncio.Task[None] | None = None
 
     async def ask(self, group: Hashable, work: object, rows: int) -> Any:
-        """The answer to a query.
+        """Answer a query.
 
         Args:
             group: Key of the queries that can be computed together.
@@ -269,8 +265,7 @@ class MicroBatcher:
         answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Item(group, work, rows, answer))
         if self._running is None:
-            # At most one batch is computed at a time: everything that arrives meanwhile joins the
-            # next one.
+            # One batch at a time; queries that arrive meanwhile join the next one.
             self._running = asyncio.create_task(self._run())
         return await answer
 
@@ -282,12 +277,12 @@ class MicroBatcher:
             self._running = None
 
     def _next(self) -> list[_Item]:
-        """Take the oldest query and others of its group, up to :data:`BATCH_ROWS` rows."""
+        """Remove the oldest query and others of its group, up to :data:`BATCH_ROWS` rows."""
         group, rows = self._waiting[0].group, 0
         batch: list[_Item] = []
         rest: list[_Item] = []
         for item in self._waiting:
-            # Its request timed out or was disconnected while it waited.
+            # The request timed out or its client disconnected.
             if item.answer.cancelled():
                 continue
             # The first query is always taken, however many rows it has.
@@ -302,17 +297,17 @@ class MicroBatcher:
     async def _one_batch(self, batch: list[_Item]) -> None:
         if not batch:
             return
-        self._told(len(batch), sum(item.rows for item in batch))
+        self._report(sum(item.rows for item in batch))
         try:
             answers = await self._compute(batch[0].group, [item.work for item in batch])
         except OpcastError as error:
             if len(batch) == 1:
                 _refuse(batch[0], error)
                 return
-            # One bad query must not fail the others: each is computed by itself.
+            # Computed one by one, so that a bad query does not fail the others.
             for item in batch:
                 await self._one_batch([item])
-        except Exception as error:  # the requests end with it, not the batches after it
+        except Exception as error:  # fails these requests, not later batches
             for item in batch:
                 _refuse(item, error)
         else:

@@ -1,7 +1,4 @@
-"""What a server tells those who run it: metrics in Prometheus' format, and lines of JSON.
-
-A line says what happened to a request, with its id.
-"""
+"""Metrics in Prometheus' format, and logs as lines of JSON with the id of the request."""
 
 from __future__ import annotations
 
@@ -27,21 +24,21 @@ from prometheus_client.registry import Collector
 
 __all__ = ["CONTENT_TYPE", "REQUEST_ID", "JsonLines", "Metrics", "write_json_lines"]
 
-# Bucket bounds: cached answers take well under 10 ms, programs and compilations up to the time
-# limit (docs/server.md, "Performance").
+# Bucket bounds in seconds and rows. Cached answers take well under 10 ms, programs and compilations
+# up to the time limit (docs/server.md, "Performance").
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0)
 _ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 65536)
-#: Id of the request that is answered: the header ``X-Request-ID`` of its client, or one made here.
+#: Id of the current request: the client's ``X-Request-ID`` header, or a generated one.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class Metrics:
-    """The counters of a server."""
+    """The metrics of a server."""
 
     def __init__(self) -> None:
-        # Not the global registry: several servers may live in one process, as in tests.
+        # Not the global registry, because a process may run several servers, as in tests.
         own = self.registry = CollectorRegistry()
-        # Memory, CPU time and files of the server, as Prometheus' clients name them.
+        # Memory, CPU time and open files of the server.
         ProcessCollector(registry=own)
         self.requests = Counter(
             "opcast_requests", "Requests answered.", ("path", "status"), registry=own
@@ -53,18 +50,18 @@ class Metrics:
             registry=own,
             buckets=_SECONDS,
         )
-        self.in_flight = Gauge("opcast_requests_in_flight", "Requests at work.", registry=own)
-        self.rows = Counter("opcast_kernels", "Kernels and operators answered.", registry=own)
+        self.in_flight = Gauge("opcast_requests_in_flight", "Requests in flight.", registry=own)
+        self.rows = Counter("opcast_kernels", "Kernels and operators predicted.", registry=own)
         self.batch = Histogram(
             "opcast_batch_rows", "Kernels computed together.", registry=own, buckets=_ROWS
         )
 
     def watch(self, name: str, about: str, read: Callable[[], float]) -> None:
-        """Add a gauge that is read when the metrics are requested."""
+        """Add a gauge that is read whenever the metrics are requested."""
         Gauge(name, about, registry=self.registry).set_function(read)
 
     def count(self, name: str, about: str, read: Callable[[], float]) -> None:
-        """Add a counter that is kept elsewhere and read when the metrics are requested."""
+        """Add a counter that is kept elsewhere and read whenever the metrics are requested."""
         self.registry.register(_Kept(name, about, read))
 
     def done(self, path: str, status: int, seconds: float) -> None:
@@ -90,10 +87,10 @@ class _Kept(Collector):
 
 
 class JsonLines(logging.Formatter):
-    """Formats records as JSON objects of one line; ``facts`` of a record are keys of their own."""
+    """Formats a record as one line of JSON, with its ``facts`` as top-level keys."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
+        """Format a record."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -109,7 +106,7 @@ class JsonLines(logging.Formatter):
 
 
 def write_json_lines() -> None:
-    """Send what this process logs, from ``info`` on, to standard error as lines of JSON."""
+    """Log to standard error as lines of JSON, from level ``info`` on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

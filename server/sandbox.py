@@ -1,4 +1,4 @@
-"""Run tasks in processes that may crash without harm: the counterpart of ``fork_server.py``."""
+"""Run tasks in processes that may crash; the server's side of ``fork_server.py``."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from .fork_server import READY, REPLY, TASK, Reply, ended
 from .metrics import REQUEST_ID
 from .settings import ServeError, ServerSettings
 
-#: Seconds that loading the models may take on a busy machine with cold disks. Engineering estimate.
+#: Time limit in seconds for loading the models, on a busy machine with cold disks. Engineering
+#: estimate.
 _START_S = 300.0
-#: Share of a request's time limit that its process gets; the rest is for sending the answer.
+#: Fraction of a request's time limit for its process; the rest is for sending the answer.
 #: Engineering estimate.
 _TIME_SHARE = 0.95
-#: Bytes of answers that are remembered: a program's has some 100 kB. Engineering estimate.
+#: Size of the answer cache in bytes; the answer for a program has about 100 kB. Engineering
+#: estimate.
 _REMEMBERED = 256 * 2**20
-#: Weight of the latest task in the mean time of a task, from which ``Retry-After`` follows.
+#: Weight of the latest task in the exponential mean of task times, used for ``Retry-After``.
 #: Engineering estimate.
 _LATEST = 0.2
 
 
 class _Died(Exception):
-    """The process of a task ended without an answer."""
+    """The process of a task died without an answer."""
 
     def __init__(self, reason: OpcastError) -> None:
         super().__init__(reason.what)
@@ -40,48 +42,47 @@ class _Died(Exception):
 
 
 class Sandbox:
-    """Runs each task in a process of its own, a few at a time, and remembers the answers.
+    """Runs each task in a separate process, a few at a time, and caches the answers.
 
     Args:
         settings: Models and limits.
 
     Attributes:
         cache: Answers by digest of the task and its payload.
-        crashes: Tasks whose process died.
+        crashes: Number of processes that died.
         starts: Number of times that the fork server was started.
-        waiting: Tasks that wait for a worker.
-        running: Tasks at work.
+        waiting: Number of tasks that wait for a worker.
+        running: Number of running tasks.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        # Where no kernel is remembered, no program is either.
+        # ``--cache 0`` disables both this cache and that of kernels.
         self.cache = LruCache(_REMEMBERED if settings.cache_entries else 0)
         self.crashes = 0
         self.starts = 0
         self.waiting = 0
         self.running = 0
-        # Of a task, in seconds; the first guess is that of a small program.
+        # Mean time of a task in seconds, initially that of a small program.
         self._mean_s = 1.0
         self._free = asyncio.Semaphore(settings.workers)
-        # Two requests that both find the fork server dead must not both start one.
+        # Prevents two requests from both restarting a dead fork server.
         self._starting = asyncio.Lock()
         self._process: WorkerProcess | None = None
         self._control: socket.socket | None = None
 
     async def start(self) -> None:
-        """Start the fork server, unless it runs.
+        """Start the fork server unless it is running.
 
         Raises:
-            ServeError: The fork server does not start; its standard error has the reason.
+            ServeError: The fork server does not start; the reason is on its standard error.
         """
         async with self._starting:
             if self._process is not None and self._process.status() is None:
                 return
             self.close()
             ours, theirs = socket.socketpair()
-            # Our copy of their end is closed after the start; else the death of the child would go
-            # unnoticed.
+            # Close our copy of the child's end, so that the child's death closes the connection.
             with theirs:
                 self._process = self._spawn(theirs)
             ours.setblocking(False)
@@ -91,8 +92,7 @@ class Sandbox:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_START_S):
                     if await loop.sock_recv(ours, len(READY)) == READY:
-                        # ``send_fds`` is a blocking call without an asyncio form; it sends one
-                        # byte.
+                        # For ``send_fds``, which is synchronous and sends only one byte.
                         ours.setblocking(True)
                         return
             self.close()
@@ -100,7 +100,7 @@ class Sandbox:
 
     def _spawn(self, control: socket.socket) -> WorkerProcess:
         memory_bytes = str(self.settings.memory_bytes)
-        # The limit applies to the children: the fork server itself holds every model.
+        # The limit applies to the children, not to the fork server, which holds every model.
         return WorkerProcess(
             module_command(
                 f"{__package__}.fork_server",
@@ -115,14 +115,14 @@ class Sandbox:
         )
 
     async def run(self, task: Mapping[str, object], payload: bytes) -> Reply:
-        """Status and JSON of a task.
+        """Run a task, or look up its answer; return its status and JSON.
 
         Args:
             task: Task for :func:`~opcast.server.fork_server.answer`, without its limits.
             payload: The program, or JSON.
 
         Raises:
-            RequestError: Too many wait already, or it ran out of time.
+            RequestError: Too many tasks are waiting, or the task ran out of time.
             OpcastError: The task's process died.
         """
         head = json.dumps(task, sort_keys=True).encode()
@@ -138,24 +138,24 @@ class Sandbox:
 
     @property
     def full(self) -> bool:
-        """Whether a task would be refused now."""
+        """Whether a new task would be refused."""
         return self._free.locked() and self.waiting >= self.settings.waiting
 
     def busy(self) -> RequestError:
-        """Make the refusal of a task; ``Retry-After`` is when those that wait will be done."""
+        """Make the refusal of a task; ``Retry-After`` is the estimated wait of the queue."""
         rounds = (self.waiting + 1) / self.settings.workers
         retry_s = math.ceil(min(rounds * self._mean_s, self.settings.timeout_s))
         what = "too many programs are waiting"
-        return RequestError(503, what, hint="come again", retry_s=retry_s)
+        return RequestError(503, what, hint="try again later", retry_s=retry_s)
 
     @contextlib.asynccontextmanager
     async def _worker(self) -> AsyncIterator[None]:
-        """One of the workers, once it is free.
+        """Wait for a worker and occupy it.
 
         Raises:
-            RequestError: Too many wait already.
+            RequestError: Too many tasks are waiting.
         """
-        # Refused at once: a queue that cannot be served within the time limit only wastes memory.
+        # Refused at once, because a task that cannot finish in time only wastes memory.
         if self.full:
             raise self.busy()
         self.waiting += 1
@@ -168,17 +168,17 @@ class Sandbox:
         self.running += 1
         try:
             yield
-            # Of tasks that ended: one that was cancelled says nothing about the next.
+            # Only after completion: the time of a cancelled task is meaningless.
             self._mean_s += _LATEST * (clock() - started - self._mean_s)
         finally:
             self.running -= 1
             self._free.release()
 
     async def _twice(self, task: JsonObject, payload: bytes) -> Reply:
-        """The reply of a task, which is tried again if its process died.
+        """Run a task, and run it again if its process died.
 
-        A process may have been ended for another's fault: with the fork server, or by the system
-        that was short of memory. One that dies twice does so by its own.
+        The first process may have died for external reasons: with the fork server, or because the
+        system was short of memory.
         """
         try:
             return await self._one(task, payload)
@@ -192,15 +192,14 @@ class Sandbox:
 
     async def _one(self, task: JsonObject, payload: bytes) -> Reply:
         await self.start()
-        # Set after waiting for a worker: the guard's limit counts from the request's arrival, this
-        # from here.
+        # From here on; the guard's limit includes the time of waiting for a worker.
         task["timeout_s"] = _TIME_SHARE * self.settings.timeout_s
         task["memory_bytes"] = self.settings.memory_bytes
         task["allow_compile"] = self.settings.allow_compile
         task["allow_torch"] = self.settings.allow_torch
         task["request"] = REQUEST_ID.get()
         ours, theirs = socket.socketpair()
-        # Closed when the request is cancelled, too, which ends the child.
+        # Closing it, also when the request is cancelled, ends the child.
         with ours:
             with theirs:
                 self._hand_over(theirs)
@@ -214,8 +213,8 @@ class Sandbox:
                 status, length = REPLY.unpack(await reader.readexactly(REPLY.size))
                 return status, await reader.readexactly(length)
             except (OSError, EOFError):
-                # The timer's signal and a crash look alike from here, an end of file; the clock
-                # tells them apart (with 50 ms of tolerance for scheduling).
+                # A timeout and a crash both close the connection; the clock distinguishes them
+                # (with 50 ms of tolerance for scheduling).
                 if loop.time() - started >= task["timeout_s"] - 0.05:
                     raise out_of_time(self.settings.timeout_s) from None
                 raise _Died(self._reason(task)) from None
@@ -223,7 +222,7 @@ class Sandbox:
                 writer.transport.abort()
 
     def _reason(self, task: JsonObject) -> OpcastError:
-        """Why a task has no answer: by its own process, or because all of them ended."""
+        """Reason for a missing answer: the task's process died, or the fork server did."""
         if self._process is not None and self._process.status() is None:
             return ended(task)
         return _gone()
@@ -231,13 +230,13 @@ class Sandbox:
     def _hand_over(self, task: socket.socket) -> None:
         assert self._control is not None
         try:
-            # The byte carries the descriptor: ancillary data needs at least one byte of payload.
+            # Ancillary data, here the descriptor, needs at least one byte of payload.
             socket.send_fds(self._control, [b"1"], [task.fileno()])
         except OSError:
             raise _Died(_gone()) from None
 
     def close(self) -> None:
-        """End the fork server and all the tasks that it forked."""
+        """Stop the fork server and all its tasks."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -247,13 +246,13 @@ class Sandbox:
 
 
 def _gone() -> RequestError:
-    return RequestError(503, "the process for programs died", hint="come again")
+    return RequestError(503, "the process for programs died", hint="try again later")
 
 
 def out_of_time(limit_s: float) -> RequestError:
-    """Make the error of a request that took too long."""
+    """Make the error for a request that took too long."""
     return RequestError(
         504,
         f"it takes longer than {limit_s:g} s",
-        hint="ask for less, or start the server with more time: opcast serve --timeout",
+        hint="send a smaller request, or start the server with more time: opcast serve --timeout",
     )

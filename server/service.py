@@ -19,10 +19,10 @@ from .metrics import Metrics
 from .sandbox import Sandbox
 from .settings import ServerSettings
 
-# Suffixes by which ``resolve_device`` takes a name for a path.
+# Suffixes that ``resolve_device`` treats as paths.
 _FILES = (".json", ".yaml", ".yml")
-#: Device names whose descriptions are kept. Aliases have any number of spellings, so the memory is
-#: bounded. Engineering estimate.
+#: Maximum number of cached device names; aliases have an unlimited number of spellings. Engineering
+#: estimate.
 _REMEMBERED = 4096
 
 
@@ -41,38 +41,44 @@ class Service:
         self.kernels = KernelService(settings, self.predictors, self.sandbox, self.metrics)
         self._devices: dict[tuple[str, str], DeviceSpec] = {}
         self._learned: dict[str, DeviceSpec] = {}
-        # Read when /metrics is requested, so that counting costs nothing in between.
+        # Read only when /metrics is requested.
         cache, sandbox = self.kernels.cache, self.sandbox
-        self.metrics.watch("opcast_cache_entries", "Kernels remembered.", lambda: len(cache))
+        self.metrics.watch("opcast_cache_entries", "Kernels in the cache.", lambda: len(cache))
         count = self.metrics.count
         count("opcast_cache_hits", "Kernels answered from the cache.", lambda: cache.hits)
         count("opcast_cache_misses", "Kernels not in the cache.", lambda: cache.misses)
         programs = sandbox.cache
-        count("opcast_program_hits", "Programs and plans kept.", lambda: programs.hits)
-        count("opcast_program_misses", "Programs and plans not kept.", lambda: programs.misses)
+        count(
+            "opcast_program_hits",
+            "Programs and plans answered from the cache.",
+            lambda: programs.hits,
+        )
+        count(
+            "opcast_program_misses", "Programs and plans not in the cache.", lambda: programs.misses
+        )
         count("opcast_crashes", "Programs whose process died.", lambda: sandbox.crashes)
         watch = self.metrics.watch
         watch("opcast_workers", "Programs and plans at a time.", lambda: settings.workers)
-        watch("opcast_programs_running", "Programs and plans at work.", lambda: sandbox.running)
-        watch("opcast_programs_waiting", "Those that wait.", lambda: sandbox.waiting)
+        watch("opcast_programs_running", "Programs and plans running.", lambda: sandbox.running)
+        watch("opcast_programs_waiting", "Programs and plans waiting.", lambda: sandbox.waiting)
 
     def load(self) -> None:
         """Load the models.
 
         Raises:
-            ModelError: One is missing or damaged.
+            ModelError: A model is missing or damaged.
         """
         for name in self.settings.models:
             predictor = self.predictors[name] = load(name)
             self._learned |= predictor.operators.devices | predictor.devices
 
     def close(self) -> None:
-        """End processes and threads."""
+        """Stop processes and threads."""
         self.kernels.close()
         self.sandbox.close()
 
     def model(self, name: str | None) -> str:
-        """Find the model that a request names, or the first one.
+        """Resolve the model of a request; the first one by default.
 
         Raises:
             ModelError: The model is not served.
@@ -84,26 +90,26 @@ class Service:
         return chosen
 
     def kept(self, page: bytes) -> str:
-        """Remember a page; returns the digest by which :meth:`report` finds it."""
+        """Cache a page; return the digest by which :meth:`report` finds it."""
         digest = hashlib.sha256(page).hexdigest()
         self.sandbox.cache.put(digest, page, len(page))
         return digest
 
     def report(self, digest: str) -> bytes:
-        """Find a page that was made before.
+        """Look up a page in the cache.
 
         Raises:
-            RequestError: There is none, or it made room for others.
+            RequestError: The page is not in the cache.
         """
         (page,) = self.sandbox.cache.get_many([digest])
         if not isinstance(page, bytes):
             raise RequestError(
-                404, "no such page is kept", where=digest[:64], hint="ask for it again"
+                404, "no such page in the cache", where=digest[:64], hint="request it again"
             )
         return page
 
     def device(self, model: str, name: str) -> DeviceSpec:
-        """Find a device by name; files and the server's own device are excluded.
+        """Find a device by name, but neither a file nor the server's own device.
 
         Raises:
             DeviceError: There is no such device.
@@ -111,13 +117,12 @@ class Service:
         known = self._devices.get((model, name))
         if known is not None:
             return known
-        # ``local`` is the server's machine, about which a client knows nothing; files would be its
-        # paths.
+        # ``local`` would be the server's machine, and a file would be a path on it.
         if name == "local" or name.lower().endswith(_FILES):
             raise DeviceError(f"{name!r} is not the name of a device", hint="see GET /v1/devices")
         predictor = self.predictors[model]
         spec = resolve_device(name, predictor.devices)
-        # Rows of operators name their device, so the operator model needs its description.
+        # The operator model looks up devices by name.
         predictor.operators.devices[spec.name] = spec
         if len(self._devices) >= _REMEMBERED:
             self._devices.clear()
@@ -129,20 +134,20 @@ class Service:
         return self.device(model, name).name
 
     def operator_model(self, name: str | None) -> str:
-        """Find the operator model for a simulation: a served model's, or ``roofline`` for none."""
+        """Resolve the operator model of a simulation: a served model, or ``roofline``."""
         return "roofline" if name == "roofline" else self.model(name)
 
     def program_model(self, name: str | None) -> str:
-        """Find the model for a program.
+        """Resolve the model of a program.
 
         Raises:
-            RequestError: The model is one of library operators.
+            RequestError: The model predicts only library operators.
         """
         chosen = self.model(name)
         if self.models[chosen]["predicts"] == "operators":
             raise RequestError(
                 422,
-                f"model {chosen!r} is one of library operators, which predicts no programs",
+                f"model {chosen!r} predicts library operators, not programs",
                 where="model",
                 hint="serve another: opcast serve --model default",
             )
@@ -162,13 +167,13 @@ class Service:
                 "default": place == 0,
                 "devices": sorted(learned),
                 "families": sorted(predictor.operators.families),
-                # Lets a client check whether answers that it kept came from the same model.
+                # Lets clients check whether cached answers are from the same model.
                 "digest": model_hash(name),
             }
         return entries
 
     def devices(self) -> list[JsonObject]:
-        """List the entries of ``GET /v1/devices``: devices of the models and of the catalogue."""
+        """List the entries of ``GET /v1/devices``: devices of the models and the catalogue."""
         specs = {name: find_device(name) for name in device_names()}
         return [
             {
@@ -180,6 +185,6 @@ class Service:
                 "memory_bytes": spec.memory_bytes,
                 "learned": name in self._learned,
             }
-            # The catalogue's description wins for display: it has aliases and the vendor.
+            # The catalogue takes precedence because it has aliases and vendors.
             for name, spec in sorted((self._learned | specs).items())
         ]

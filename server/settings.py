@@ -1,4 +1,4 @@
-"""Settings of a server: models, address, token and limits."""
+"""Settings of the server: models, address, token and limits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ServeError(OpcastError):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of a server: models, address and limits.
+    """Settings of the server.
 
     Attributes:
-        waiting: Maximum programs and plans waiting for one of ``workers``.
+        waiting: Maximum number of programs and plans that wait for one of ``workers``.
     """
 
     models: Annotated[
@@ -32,7 +32,9 @@ class ServerSettings:
             "Estimates",
         ),
     ] = ("default",)
-    host: Annotated[str, Option("Address to bind; all but loopback need a token.")] = "127.0.0.1"
+    host: Annotated[str, Option("Address to bind; needs a token unless it is loopback.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, Option("Port; 0 picks a free one.", least=0, most=65535)] = 8000
     token: Annotated[
         str, Option("Bearer token that requests must carry.", environment="OPCAST_TOKEN")
@@ -43,7 +45,7 @@ class ServerSettings:
     allow_torch: Annotated[
         bool,
         Option(
-            "Allow requests to load PyTorch's .pt2 files, which may run code.", ("--allow-torch",)
+            "Allow requests to load PyTorch .pt2 files, which may run code.", ("--allow-torch",)
         ),
     ] = False
     timeout_s: Annotated[
@@ -62,7 +64,7 @@ class ServerSettings:
     ] = 64 * 2**20
     max_rows: Annotated[int, Option("Maximum kernels in a request.", least=1)] = 100_000
     concurrency: Annotated[int, Option("Maximum concurrent requests.", least=1)] = 64
-    workers: Annotated[int, Option("Maximum programs and plans at a time.", least=1)] = 2
+    workers: Annotated[int, Option("Maximum concurrent programs and plans.", least=1)] = 2
     memory_bytes: Annotated[
         int,
         Option("Memory limit of a program or plan in GiB.", ("--memory",), unit=2.0**30, least=1),
@@ -77,25 +79,24 @@ class ServerSettings:
     waiting: int = 16
 
     def __post_init__(self) -> None:
-        """Take each model once, and check that the address may be bound without a token.
+        """Remove duplicate models, and check that the address may be bound without a token.
 
         Raises:
-            ServeError: It is not a loopback address, and there is no token.
+            ServeError: The address is not loopback, and no token is set.
         """
-        # In the order given: the first is the default.
         object.__setattr__(self, "models", tuple(dict.fromkeys(self.models)))
-        # The server runs models for whoever reaches it; on loopback only local users can.
+        # The server runs models for everyone who can reach it; on loopback, only local users.
         if not self.token and not is_loopback(self.host):
             raise ServeError(
-                f"{self.host} can be reached from other machines, and no token is set",
+                f"{self.host} can be reached from other machines, but no token is set",
                 hint="set one: --token or OPCAST_TOKEN; or bind --host 127.0.0.1",
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is a loopback one; of names, only ``localhost`` counts."""
+    """Whether an address is loopback; the only such name is ``localhost``."""
     try:
         return ipaddress.ip_address(host).is_loopback
-    # Not an address but a name, which a resolver could point anywhere.
+    # A name, which could resolve to any address.
     except ValueError:
         return host == _LOOPBACK_NAME

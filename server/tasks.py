@@ -1,4 +1,4 @@
-"""What a child of the fork server is asked about programs and kernels, and how it answers."""
+"""Tasks on programs and kernels that children of the fork server execute."""
 
 from __future__ import annotations
 
@@ -23,21 +23,17 @@ from ..predict.program.case import ProgramCase
 from ..predict.program.predictor import Predictor
 from .errors import RequestError, error_data
 
-#: How zip archives begin, which torch.export.save writes.
+#: First bytes of zip archives, which torch.export.save writes.
 _ZIP = b"PK\x03\x04"
+#: Folder of the package, which answers must not contain.
+_ROOT = Path(__file__).parents[1]
 
 logger = logging.getLogger(__name__)
-
-
 Predictors = Mapping[str, Predictor]
 
 
-#: Folder of the package as its files name it, which is no part of an answer.
-_ROOT = Path(__file__).parents[1]
-
-
 class Task(TypedDict, total=False):
-    """What a child is asked: all have ``kind`` and limits, the others depend on the kind."""
+    """A task of a child process: ``kind`` and limits, and keys that depend on the kind."""
 
     kind: str
     request: str
@@ -57,7 +53,7 @@ class Task(TypedDict, total=False):
 
 
 def predict_program(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """The prediction of a program, as ``opcast predict --json`` prints it.
+    """Predict a program, as for ``opcast predict --json``.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -69,7 +65,7 @@ def predict_program(predictors: Predictors, task: Task, payload: bytes) -> dict[
 
 
 def report(predictors: Predictors, task: Task, payload: bytes) -> str:
-    """The page of a program, as ``opcast report program`` writes it.
+    """Make the page of a program, as for ``opcast report program``.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -82,10 +78,9 @@ def report(predictors: Predictors, task: Task, payload: bytes) -> str:
 
 
 def what_if(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """Predictions of a program on devices with other figures, or of a workload of other settings.
+    """Predict a program on modified devices, or a workload with modified settings.
 
-    Each is what ``opcast predict --json`` prints of it without the kernels, or the reason why it
-    cannot be predicted.
+    Each point is the output of ``opcast predict --json`` without the kernels, or an error.
 
     Raises:
         OpcastError: As for :func:`predict_program`.
@@ -100,7 +95,7 @@ def what_if(predictors: Predictors, task: Task, payload: bytes) -> dict[str, obj
             read[key] = _read(own, payload)
         source, options = read[key]
         if point["design"]:
-            # Lowered anew: what XLA fuses depends on a device's rates, too.
+            # Lowered again, because XLA's fusions depend on the device's rates.
             options = replace(options, device=changed_device(task["device"], point["design"]))
         case = ProgramCase(source, options, strict=task["strict"], power_cap_w=point["power_cap_w"])
         found = predictor.answer(case).to_dict()
@@ -117,11 +112,11 @@ def what_if(predictors: Predictors, task: Task, payload: bytes) -> dict[str, obj
 
 
 def _source(task: Task, program: bytes) -> SourceProgram:
-    """Read a program; PyTorch's exports only where the operator allows it.
+    """Read a program; a PyTorch export only if the server allows it.
 
     Raises:
         ProgramError: It cannot be read.
-        RequestError: It is PyTorch's, which is not allowed.
+        RequestError: It is a PyTorch export, which is not allowed.
     """
     trips = task["trip_count"]
     if not program.startswith(_ZIP):
@@ -129,7 +124,7 @@ def _source(task: Task, program: bytes) -> SourceProgram:
     if not task.get("allow_torch"):
         raise RequestError(
             403,
-            "this server loads no PyTorch files (.pt2), for loading one may run code",
+            "this server does not load PyTorch files (.pt2), because loading one may run code",
             where="program",
             hint="start it with: opcast serve --allow-torch; or send StableHLO (docs/torch.md)",
         )
@@ -140,7 +135,7 @@ def _source(task: Task, program: bytes) -> SourceProgram:
 
 
 def _program(task: Task, payload: bytes) -> bytes:
-    """The program of a request: what it holds, or a workload of the zoo.
+    """The program of a request: its payload, or a workload of the zoo.
 
     Raises:
         OpcastError: There is no such workload or setting.
@@ -149,12 +144,12 @@ def _program(task: Task, payload: bytes) -> bytes:
         return payload
     pairs = [f"{name}={value}" for name, value in task["settings"].items()]
     made = build(task["workload"], **parse_settings(task["workload"], pairs)).serialize("text")
-    # Locations of ops name files of the package; where it lies is the server's own affair.
+    # Source locations contain paths of the package, which clients must not see.
     return made.replace(f"{_ROOT}/".encode(), b"opcast/")
 
 
 def _read(task: Task, payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
-    """A program, and how the server may lower it.
+    """Read a program, and choose a lowering that the server allows.
 
     Raises:
         OpcastError: There is no such workload or setting.
@@ -164,7 +159,7 @@ def _read(task: Task, payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
     source = _source(task, _program(task, payload))
     compiled = source.kind == "hlo" and source.program.is_scheduled
     lowering = str(task["lowering"])
-    # A compiler runs for minutes on code that a stranger sent; scheduled HLO needs none.
+    # A compiler may run for minutes on untrusted code; scheduled HLO needs none.
     if not (task["allow_compile"] or compiled):
         if lowering == "xla":
             raise RequestError(
@@ -173,7 +168,7 @@ def _read(task: Task, payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
                 where="lowering",
                 hint="ask for fused or op, or start it with --allow-compile",
             )
-        # ``auto`` may mean the compiler, which must not run here.
+        # ``auto`` could choose the compiler.
         lowering = "fused" if lowering == "auto" else lowering
     return source, LoweringOptions(
         lowering, task["device"], task["trip_count"], task["fallback"], _limits(task)
@@ -181,7 +176,7 @@ def _read(task: Task, payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
 
 
 def predict_kernels(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """Columns of predictions of kernels given as HLO text.
+    """Predict kernels given as HLO text, by column.
 
     Raises:
         OpcastError: A text is not a kernel, or the device is unknown.
@@ -191,14 +186,14 @@ def predict_kernels(predictors: Predictors, task: Task, payload: bytes) -> dict[
     from ..predict.program.prediction import check_known
 
     predictor, kernels = predictors[task["model"]], []
-    # One by one, so that an error can name the row.
+    # One by one, so that an error names the row.
     for row, text in enumerate(json.loads(payload)):
         try:
             kernels.append(kernel_from_ir(text))
         except OpcastError as error:
-            # The class decides the status, so it is kept.
+            # The same class, because it determines the status.
             raise type(error)(error.what, where=f"kernel {row}", hint=error.hint) from None
-        # Limits of this process, not faults of the row: handled where all tasks end.
+        # Limits of the process, handled in ``fork_server.answer``.
         except (MemoryError, RecursionError):
             raise
         except Exception as error:
@@ -220,7 +215,7 @@ def predict_kernels(predictors: Predictors, task: Task, payload: bytes) -> dict[
 
 
 def _limits(task: Task) -> CompileSettings:
-    """What a target compiler gets: less time than the request, so that it can be told."""
+    """Limits of a target compiler, with less time than the request, so that it can report."""
     return CompileSettings(
         timeout_s=0.9 * task["timeout_s"], memory_bytes=task["memory_bytes"], progress=False
     )

@@ -53,12 +53,12 @@ def test_cluster_of_a_file_names_its_device_and_what_its_links_reach(tmp_path):
     pod.write_text(f"device: {device}\ndimensions:\n  - {links}}}\n")
     text = run("cluster", pod)
     assert "16 × mine" in text and "mine.yaml" not in text
-    assert "fabric: no efficiency below 1 is given" in text
+    assert "fabric: the efficiency is 1" in text
     # As the note says of the catalogue.
     joined = {d.name: d.efficiency for d in find_cluster("dgx-h100-x16").topology.dims}
     assert joined["infiniband"] == 0.8 and joined["nvlink"] == 0.69
     pod.write_text(f"device: {device}\ndimensions:\n  - {links}, efficiency: 0.8}}\n")
-    assert "no efficiency" not in run("cluster", pod)
+    assert "the efficiency is 1" not in run("cluster", pod)
 
 
 def test_an_unknown_device_of_a_file_is_refused_before_anything_is_written(tmp_path):

@@ -58,7 +58,7 @@ def test_a_forecast_is_not_rewritten(folder):
     (folder / "f.json").write_text("{}")
     done = opcast("forecast", folder / "q.yaml", "--out", folder / "f.json")
     assert done.returncode == 1
-    assert "is not rewritten" in done.stderr
+    assert "is not overwritten" in done.stderr
     assert (folder / "f.json").read_text() == "{}"
 
 

@@ -37,7 +37,7 @@ def test_a_device_that_a_model_knows_is_shown():
 
 
 def test_sizes_of_collectives_are_explained():
-    assert "bytes that each rank puts in" in invoke("cluster", "h100-sxm-x4")
+    assert "input bytes per rank" in invoke("cluster", "h100-sxm-x4")
 
 
 def test_an_operator_outside_says_why():

@@ -185,7 +185,7 @@ def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
     rows = json.loads(
         opcast("predict", str(folder / "net.pt2"), str(other), *words, "--json").stdout
     )
-    assert not rows[0]["error"] and "--train and --loss are for programs" in rows[1]["error"]
+    assert not rows[0]["error"] and "--train and --loss apply only to PyTorch" in rows[1]["error"]
 
 
 @pytest.mark.parametrize(

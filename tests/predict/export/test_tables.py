@@ -154,5 +154,5 @@ def test_of_models_with_experts_vidur_gets_what_its_columns_hold(tmp_path):
         app, [*command, str(tmp_path / "o"), "--max-tokens", "64", "--model", "roofline"]
     )
     assert said.exit_code == 0, said.output
-    assert "no mlp.csv: its columns hold no routed experts" in said.output
+    assert "no mlp.csv: it has no columns for routed experts" in said.output
     assert "simulate-serving" in said.output
