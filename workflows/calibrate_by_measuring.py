@@ -1,9 +1,9 @@
 """Adapt a kernel model to the local device within a time budget, by active measurement.
 
-Candidates are single-op programs and the zoo's smallest programs; the targets are the zoo's
-kernels, weighted by their share of a program's time and by the model's uncertainty. Each round
-measures the candidates that are expected to reduce the targets' variance most for their time,
-evaluates the model on them before it learns them, and then learns them.
+Candidates are single-op programs and small zoo programs; the targets are the kernels of the zoo,
+weighted by their share of a program's time and by the model's uncertainty. Each round measures the
+candidates with the largest expected reduction of the targets' variance per second, evaluates the
+model on them, and then learns from them.
 """
 
 from __future__ import annotations
@@ -41,34 +41,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Share of the budget for compiling candidates (docs/models.md, "A device at hand"). Engineering
-#: estimate: without many candidates there is little to choose from, and compiling is no
-#: measurement.
+#: Fraction of the remaining time for compiling candidates (docs/models.md, "A device at hand"); a
+#: good choice needs many candidates. Engineering estimate.
 COMPILING = 0.3
-#: Single ops compiled for each program of the zoo; of like order in cost. Engineering estimate.
+#: Single-op programs compiled per zoo program, which cost about as much. Engineering estimate.
 OPS_PER_PROGRAM = 8
-#: Programs of each round, the last figure for all later ones: few at first, while each one still
-#: changes what is worth measuring next. Engineering estimate.
+#: Programs per round, the last figure for all later rounds. Few at first, while each measurement
+#: still changes which one is best next. Engineering estimate.
 ROUNDS = (4, 4, 8, 8, 12)
-#: Share of a budget that a probe of the machine may take of it, and the share by which a run may
-#: exceed the budget without a word on what took the time. Engineering estimates.
+#: Maximum fraction of the budget that is charged for the probe of the machine, and the overrun of
+#: the budget from which the cause is printed. Engineering estimates.
 PROBING, TOLERATED = 0.5, 0.1
-#: Seconds that compiling a program is expected to take before any was, as EXPECTED_S. Engineering
-#: estimate.
+#: Expected seconds to compile and to measure a program, by stream, before any have been observed;
+#: each counts as one observation. Engineering estimates.
 EXPECTED_COMPILE_S = {"op": 0.3, "zoo": 4.0}
-#: Seconds that measuring a program is expected to take, by stream, before any was measured.
-#: Engineering estimate; the mean with what was seen soon replaces it.
 EXPECTED_S = {"op": 0.5, "zoo": 4.0}
 
 
 class Calibration:
-    """One calibration of a model on the local device.
+    """A calibration of a model on the local device.
 
     Args:
-        model: The model; its correction of the device is replaced as samples come.
+        model: The model; its correction for the device is replaced after every round.
         device: The local device.
-        settings: The budget, and the candidates to measure.
-        spent_s: Seconds of the budget that were spent before.
+        settings: The budget and the candidates.
+        spent_s: Seconds of the budget that have already been spent.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class Calibration:
         settings: CalibrateSettings,
         spent_s: float = 0.0,
     ) -> None:
-        # The command refuses --data together with --budget; this is for the type checker.
         assert settings.budget_s is not None
         self.model, self.device = model, device
         self.samples = Samples()
@@ -87,7 +83,7 @@ class Calibration:
         self.programs: dict[str, Mapping[str, float]] = {}
         self.disturbed = 0
         self._start = time.monotonic()
-        # A probe must not leave a short budget without anything measured.
+        # The probe must leave time to measure, even if the budget is short.
         own = max(settings.budget_s - spent_s, PROBING * settings.budget_s)
         self._settings, self._budget_s = settings, own
         self._seconds: dict[str, list[float]] = {}
@@ -105,7 +101,7 @@ class Calibration:
         return self._end() - time.monotonic()
 
     def run(self, progress: bool = True) -> list[Round]:
-        """Measure in rounds until the budget ends or there is nothing left; Ctrl-C ends it, too.
+        """Measure in rounds until the budget or the candidates are exhausted, or until Ctrl-C.
 
         Raises:
             ProfileError: Nothing could be measured within the budget.
@@ -113,19 +109,17 @@ class Calibration:
         from ..common.progress import Progress
         from ..datagen.profile.worker_client import Measurer
 
-        # Zero leaves the memory limit to the worker (a share of what is free); compiling must not
-        # run beside measurements, which it would disturb.
+        # Memory 0 leaves the limit to the worker (a fraction of the free memory). No overlap,
+        # because compiling would disturb the measurements.
         measurer = Measurer({"memory": 0, "overlap": False})
         try:
             with Progress(self._budget_s, "s", progress) as bar:
                 candidates: list[Candidate] = []
-                # On a loaded machine compiling may take the whole of a short budget: something is
-                # measured all the same.
+                # At least one round, even if compiling exhausts a short budget.
                 while self._left() > 0 or not self.rounds:
                     chosen = self._chosen(candidates) if candidates else []
                     if not chosen:
-                        # All that fits into the time is measured: what is left is for more, if it
-                        # suffices to compile it.
+                        # No candidate fits into the remaining time; compile more if there is time.
                         ahead = _expected(EXPECTED_COMPILE_S, self._compiling, "zoo")
                         short = bool(self.rounds) and self._left() <= ahead
                         more = [] if short else self._compiled()
@@ -138,9 +132,8 @@ class Calibration:
                     spent = self._budget_s - max(self._left(), 0.0)
                     measured = sum(len(r.programs) for r in self.rounds)
                     bar.update(spent, len(self.samples), measured, len(self.failed), "")
-        # Learned after every round, so an interrupted calibration is a shorter one.
         except KeyboardInterrupt:
-            logger.info("interrupted; what was measured is learned")
+            logger.info("interrupted; the finished rounds are kept")
         finally:
             measurer.restart()
         if not self.rounds:
@@ -152,12 +145,12 @@ class Calibration:
         return self.rounds
 
     def _items(self) -> Iterator[Item]:
-        """Single ops and programs of the zoo in turn, and ops alone when these are through."""
+        """Yield single ops and zoo programs alternately, then the remaining single ops."""
         from ..datagen.profile.plan import Item, zoo_suite
 
         seed, suite = self._settings.seed, self._settings.suite
         zoo = np.random.default_rng(seed).permutation(len(zoo_suite(suite)))
-        # Compiling may stop at any time, and both are needed, the zoo as targets and single ops as
+        # Both kinds are needed whenever compiling stops: zoo programs as targets, and single ops as
         # cheap samples.
         ops = iter(range(self._settings.ops))
         for index in reversed(zoo):
@@ -166,7 +159,7 @@ class Calibration:
         yield from (Item("op", i, seed) for i in ops)
 
     def _compiled(self) -> list[Candidate]:
-        """Compile the next candidates, as many as a share of the time that is left allows."""
+        """Compile candidates for a fraction of the remaining time."""
         end = time.monotonic() + COMPILING * max(self._left(), 0.0)
         candidates: list[Candidate] = []
         for item in self._waiting:
@@ -176,7 +169,6 @@ class Calibration:
             self._compiling.setdefault(item.stream, []).append(time.monotonic() - begin)
             if found is not None:
                 candidates.append(found)
-            # The first round takes what there is, the later ones nothing beyond the budget.
             ahead = _expected(EXPECTED_COMPILE_S, self._compiling, "zoo")
             if candidates and time.monotonic() >= min(end, self._end() - ahead):
                 break
@@ -186,7 +178,7 @@ class Calibration:
         return candidate_of(item, self.model, self.device)
 
     def _chosen(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Positions of the candidates of the next round."""
+        """Choose the candidates of the next round, by index."""
         from ..models.adapt.active import choose_programs
 
         unique = {k.hash: k for c in candidates for k in c.kernels}
@@ -196,26 +188,24 @@ class Calibration:
         for candidate, block in zip(candidates, blocks, strict=True):
             if candidate.item.stream == "zoo":
                 np.add.at(weight, block, candidate.share)
-        # Until a program of the zoo has been compiled, all kernels count the same.
+        # Without a zoo program among the candidates, all kernels have the same weight.
         choice = self._doubts(list(unique.values()), weight if weight.any() else weight + 1.0)
         seconds = [_expected(EXPECTED_S, self._seconds, c.item.stream) for c in candidates]
-        # Rounds beyond the table are as large as its last one.
         most = ROUNDS[min(len(self.rounds), len(ROUNDS) - 1)]
         left = max(self._left(), 0.0 if self.rounds else min(seconds))
         return choose_programs(choice, blocks, seconds, left, most)
 
     def _doubts(self, kernels: Sequence[Kernel], share: np.ndarray) -> RemainingVariance:
-        """Remaining variance of kernels, weighted by share of the time and the model's interval."""
+        """Remaining variance of kernels, weighted by share of time and interval width."""
         from ..models.adapt.active import RemainingVariance
         from ..models.adapt.device_correction import half_width, kernel_sites, prior_params
         from ..models.core.kernel_table import kernel_table
 
-        # Expected squared error: the target's weight is its share of the time and the square of its
-        # interval's half-width.
+        # The weight is the expected squared error: share of the time times squared half-width.
         half = half_width(self.model.predict_kernels(kernels, self.device))
         sites = kernel_sites(kernel_table(kernels, self.device), self.device)
         known = self.model.corrections.get(self.device.name)
-        # Before the first samples: the covariance made for errors of library operators, scaled for
+        # Before the first samples, use the covariance of errors of library operators, scaled for
         # kernels of compiled programs.
         if known is None:
             return RemainingVariance.of(sites, prior_params(), share * half**2)
@@ -227,17 +217,16 @@ class Calibration:
             self.longest = (what, seconds)
 
     def _measure(self, measurer: Any, chosen: Sequence[Candidate]) -> None:
-        """Measure programs, evaluate the model on them, then learn them."""
+        """Measure programs, evaluate the model on them, then learn from them."""
         learned = len(self.samples)
         new: list[str] = []
         names: list[str] = []
         for candidate in chosen:
-            # A program may have taken longer than expected, and the next one may.
             ahead = _expected(EXPECTED_S, self._seconds, candidate.item.stream)
             if self._left() <= ahead and (names or self.rounds):
                 break
             begin = time.monotonic()
-            # One at a time: each one's seconds inform the choice of the next round.
+            # One at a time, to record the seconds of each.
             (reply,) = measurer.measure([candidate.item])
             took = time.monotonic() - begin
             self._seconds.setdefault(candidate.item.stream, []).append(took)
@@ -250,13 +239,11 @@ class Calibration:
             else:
                 logger.info("%s failed: %s", candidate.item.key, reply["failed"])
                 self.failed.append(str(reply["failed"]))
-        # A round without new kernels teaches nothing; its programs are not candidates any more.
         if not new:
             return
         kernels = [self.samples.kernels[h] for h in new]
         measured = np.array([self.samples.seconds[h] for h in new])
-        # Before learning: errors are of kernels that neither the model nor its correction has seen,
-        # and of those it was least sure of.
+        # Before learning, so that neither the model nor its correction has seen these kernels.
         plain = self.model.estimator.predict(kernels, self.device).latency
         now = self.model.predict_kernels(kernels, self.device).latency
         self.rounds.append(
@@ -279,16 +266,15 @@ class Calibration:
         measured = np.array([self.samples.seconds[k.hash] for k in kernels])
         table = kernel_table(kernels, self.device)
         plain = self.model.estimator.predict(kernels, self.device)
-        # Fitted anew to all samples in each round: the strength of the correction is chosen by
-        # predicting each round's samples from those of the others. A round's kernels met the
-        # machine at one speed, so that what they share need not hold for the next.
+        # Fitted to all samples. The strength of the correction is chosen by cross-validation over
+        # rounds, because the machine's speed may change from one round to the next.
         self.model.corrections[self.device.name] = DeviceCorrection.fit(
             table, self.device, plain, measured, np.array(list(self.samples.rounds.values()))
         )
 
 
 def _expected(prior: Mapping[str, float], seen: Mapping[str, list[float]], stream: str) -> float:
-    """Expected seconds of a program, from those seen so far; the prior counts as one of them."""
+    """Expected seconds of a program: mean of the observations and the prior."""
     return float(np.mean([prior[stream], *seen.get(stream, ())]))
 
 
@@ -299,7 +285,7 @@ def _median_ape(predicted: np.ndarray, measured: np.ndarray) -> float:
 def run_calibrate_budget(
     console: Console, settings: CalibrateSettings, *, table: bool = True
 ) -> list[Round]:
-    """Adapt a kernel model to the local device by measuring there, and print how its error falls.
+    """Adapt a kernel model to the local device by measuring, and print the error of each round.
 
     Args:
         console: Console to print to.
@@ -307,9 +293,9 @@ def run_calibrate_budget(
         table: Whether to print the rounds.
 
     Raises:
-        DeviceError: The device is not the one at hand.
+        DeviceError: The device is not this machine's.
         ProfileError: Nothing could be measured within the budget.
-        WorseModelError: The adapted model is worse on programs that it did not learn from.
+        WorseModelError: The adapted model is worse on held-out programs.
     """
     import jax
 
@@ -324,7 +310,7 @@ def run_calibrate_budget(
     probed = time.monotonic() - started
     run = Calibration(model, spec, settings, probed)
     rounds = run.run()
-    title = f"{spec.name}: median error in % on each round's kernels, before they were learned"
+    title = f"{spec.name}: median error in % on the kernels of each round, before learning them"
     if table:
         print_frame(console, rounds_table(rounds), title)
     console.print(
@@ -344,7 +330,7 @@ def run_calibrate_budget(
         what, seconds = run.longest
         console.print(
             f"took {took:.0f} s for a budget of {budget:.0f} s: {probed:.0f} s to probe the "
-            f"machine, {seconds:.0f} s for {what}, which is not cut short"
+            f"machine, and {seconds:.0f} s for {what}, which cannot be interrupted"
         )
     return rounds
 
@@ -353,7 +339,7 @@ def local_device(device: str, model: CostModel) -> DeviceSpec:
     """Describe the local device, measuring it first if necessary.
 
     Raises:
-        DeviceError: ``device`` names another one.
+        DeviceError: ``device`` is another device.
     """
     from ..features.devices.device import device_slug, local_device_name
     from ..features.devices.identity import base_name
@@ -364,7 +350,7 @@ def local_device(device: str, model: CostModel) -> DeviceSpec:
     asked = None if device in ("local", name) else resolve_device(device, model.devices)
     if asked and name not in (base_name(asked.name), *map(device_slug, asked.aliases)):
         raise _not_at_hand(device, name)
-    # Ceilings come first: every feature depends on them.
+    # Measured before anything else, because every feature depends on the peaks.
     spec = local_now(model.devices, logger.warning)
     if asked and asked.name not in (base_name(asked.name), spec.name):
         raise _not_at_hand(device, spec.name)
@@ -373,18 +359,18 @@ def local_device(device: str, model: CostModel) -> DeviceSpec:
 
 def _not_at_hand(device: str, local: str) -> DeviceError:
     return DeviceError(
-        f"{device} is not the device at hand, which is {local}",
+        f"{device} is not this machine's device, which is {local}",
         hint="run this on the device, or give samples of it with --data",
     )
 
 
 def _remeasured(spec: DeviceSpec, model: CostModel) -> DeviceSpec:
-    """The local device as measured, or measured again if it runs at another speed by now."""
+    """Measure the local device again if its speed has changed since it was measured."""
     from ..predict.devices import resolve_device
     from .profile import measure_device
 
-    # A virtual machine may have moved to another host since it was measured; samples would then be
-    # explained by ceilings that no longer hold. A probe without anchors cannot tell.
+    # A virtual machine may have moved to another host, where the measured peaks no longer hold. A
+    # measurement without anchors cannot be checked for this.
     speed = speed_of(spec)
     if anchors_of(spec) and not speed.ratios:
         return spec

@@ -1,7 +1,6 @@
 """Adapt a model to a device from a dataset, as if its rows were measured one by one.
 
-Samples are chosen by their expected information gain; the same number of random samples is the
-baseline.
+Samples are chosen by their expected information gain, and compared with random samples.
 """
 
 from __future__ import annotations
@@ -32,30 +31,30 @@ if TYPE_CHECKING:
     from ..models.operators.curves import Asked, Curve, Trial
     from .settings import CalibrateSettings
 
-#: Most samples of a family relative to the mean, when samples are allocated by share of the time.
-#: Engineering estimate: it bounds the candidates that each trial has to order.
+#: Maximum samples of a family relative to the mean, when samples are allocated by share of the
+#: time; bounds the number of candidates that are ordered. Engineering estimate.
 FAVOURED = 3
-#: Most samples that are chosen for a single operator: more is a campaign. Engineering choice.
+#: Maximum number of samples chosen for a single operator. Engineering choice.
 MOST_ASKED = 25
 
 
 def run_calibrate_operators(
     console: Console, dataset: Dataset, settings: CalibrateSettings
 ) -> list[Curve]:
-    """Adapt a model to a device, and print the error against the number of samples.
+    """Adapt an operator model to a device, and print the error against the number of samples.
 
-    Samples are chosen among the rows of training and calibration splits by their expected
-    information gain; errors are measured on the other splits.
+    Samples are chosen from the training and calibration splits by their expected information gain;
+    errors are measured on the other splits.
 
     Args:
         console: Console to print to.
         dataset: Published operators.
-        settings: The device, the model, and how many samples are chosen how.
+        settings: The device, the model, and the number and allocation of samples.
 
     Raises:
-        DatasetError: The dataset has too few rows of the device, or none.
-        DeviceError: The device is neither the dataset's, nor the model's, nor in the catalogue.
-        WorseModelError: It is worse than before on what it did not learn from.
+        DatasetError: The dataset has too few rows of the device.
+        DeviceError: The device is unknown to the dataset, the model and the catalogue.
+        WorseModelError: The adapted model is worse on held-out rows.
     """
     from ..features.devices.catalogue import choose_described
     from ..models.adapt.active import allocate, shares_of, spread_evenly
@@ -66,7 +65,7 @@ def run_calibrate_operators(
     name = OPERATOR_MODEL if settings.model == "default" else settings.model
     model = OpModel.load(find_model(name))
     samples, seed = settings.samples, settings.seed
-    # The dataset's description first: it is the one under which the rows were taken.
+    # The dataset's description takes precedence, as the rows were measured under it.
     spec = choose_described(settings.device, {**model.devices, **dataset.devices})
     rows = rows_of_dataset(dataset)
     if not (rows["device"] == spec.name).any():
@@ -74,7 +73,6 @@ def run_calibrate_operators(
         raise DatasetError(f"no rows of {spec.name}", hint=f"its devices are {held}: --device")
     rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(model.families))]
     trials = _trials(console, model, rows, spec, samples, seed)
-    # The requested number ends the curve, whatever the standard counts are.
     counts = (*(n for n in COUNTS if n < samples), samples)
     curves = [
         error_curve(trial, spec.name, counts, seed)
@@ -92,17 +90,17 @@ def run_calibrate_operators(
     shares = shares_of({trial.family: trial.seconds for trial in trials})
     gains = {trial.family: trial.gains for trial in trials}
     total = samples * len(trials)
-    # Gains are known before anything is measured: they depend on features, not on labels.
+    # The gains depend on features only, so they are known before anything is measured.
     numbers = (
         allocate(gains, shares, total) if settings.by_time else spread_evenly(list(gains), total)
     )
-    # A family that gets worse on the rows that it did not learn from stays as it is.
+    # A family whose error on held-out rows increases is not adapted.
     unseen = {c.family: (c.active[0], c.active[-1]) for c in curves if c.family in gains}
     better = {family for family, (before, after) in unseen.items() if after <= before}
     for family in sorted(unseen.keys() - better):
         console.print(
-            f"{family} is left as it is: adapted, its error on other rows is "
-            f"{unseen[family][1]:.1%}, not {unseen[family][0]:.1%}",
+            f"{family} is not adapted: its error on other rows would change from "
+            f"{unseen[family][0]:.1%} to {unseen[family][1]:.1%}",
             highlight=False,
         )
     kept = {family: unseen[family] for family in better} or unseen
@@ -122,7 +120,7 @@ def run_calibrate_operators(
 def _trials(
     console: Console, model: OpModel, rows: pd.DataFrame, spec: DeviceSpec, samples: int, seed: int
 ) -> list[Trial]:
-    """Prepare a trial for each family that has enough rows."""
+    """Prepare a trial for each family with enough rows."""
     from ..models.operators.curves import Trial
 
     trials = []
@@ -131,21 +129,21 @@ def _trials(
         own = _near(console, model, rows[rows["key"] == key].reset_index(drop=True), spec)
         pool, test = _pool(own, seed)
         if len(pool) < samples or not len(test):
-            console.print(f"{key}: only {len(pool)} rows to choose from, left out")
+            console.print(f"{key}: skipped, as there are only {len(pool)} rows to choose from")
             continue
         family = model.families[key]
         # With --allocate time a family may get more than its even share.
         trials.append(Trial.of(family, pool, test, {spec.name: spec}, FAVOURED * samples, seed))
     if not trials:
         raise DatasetError(
-            f"no family has {samples} rows of {spec.name} to learn from and others to be judged on",
-            hint="ask for fewer --samples, or import more",
+            f"no family has {samples} rows of {spec.name} to learn from and others to test on",
+            hint="give fewer --samples, or import more",
         )
     return trials
 
 
 def _near(console: Console, model: OpModel, rows: pd.DataFrame, spec: DeviceSpec) -> pd.DataFrame:
-    """Rows of a family, but those that :func:`far_off` takes for another unit, which it names."""
+    """Rows of a family without those that are probably in a wrong unit (:func:`far_off`)."""
     key = str(rows["key"].iloc[0])
     logs = model.families[key].site_errors(rows, {spec.name: spec})[1]
     far = np.abs(logs) > np.log(FAR)
@@ -153,13 +151,13 @@ def _near(console: Console, model: OpModel, rows: pd.DataFrame, spec: DeviceSpec
         what = f"{key}: the farthest of {int(far.sum())} of {len(rows)} rows"
         told = far_off(what, float(logs[np.argmax(np.abs(logs))]))
         console.print(told, highlight=False, soft_wrap=True)
-    # Most rows in another unit: so are the few that happen to be nearer.
+    # If most rows are far off, the others are wrong, too.
     near: pd.DataFrame = rows[~far & (far.mean() < 0.5)].reset_index(drop=True)
     return near
 
 
 def _pool(rows: pd.DataFrame, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows that may be sampled and rows to test on: by split, or a random half each."""
+    """Rows to sample from and rows to test on: by split, or a random half each."""
     split = rows["split"].astype(str)
     mine = (split.isin(TRAINING) | split.str.startswith("calib")).to_numpy()
     if not mine.any() or mine.all():
@@ -170,18 +168,19 @@ def _pool(rows: pd.DataFrame, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 def run_calibrate_kernels(
     console: Console, dataset: Dataset, settings: CalibrateSettings
 ) -> list[Curve]:
-    """Adapt a kernel model to a device from a profiled dataset of it.
+    """Adapt a kernel model to a device from a profiled dataset.
 
-    Kernels of half of the programs may be chosen; errors are taken on those of the others.
+    Samples are chosen from the kernels of one half of the programs; errors are measured on the
+    other half.
 
     Args:
         console: Console to print to.
-        dataset: Kernels measured on the device, as ``opcast profile`` writes them.
-        settings: The device, the model, and how many kernels to learn from.
+        dataset: Kernels measured on the device, as written by ``opcast profile``.
+        settings: The device, the model, and the number of kernels to learn from.
 
     Raises:
         DatasetError: The dataset has too few kernels of the device.
-        WorseModelError: It is worse than before on what it did not learn from.
+        WorseModelError: The adapted model is worse on held-out kernels.
     """
     from ..models.adapt.device_correction import DeviceCorrection
     from ..models.cost_model import CostModel
@@ -193,7 +192,7 @@ def run_calibrate_kernels(
     described = _described(dataset, settings.device, given.devices if given else trained_devices())
     model = given or CostModel.load(find_model("default", described.platform))
     rows = _kernel_rows(dataset, described.name, samples)
-    # Another machine of a trained device's name does not take its place in the model.
+    # A different machine with the name of a trained device must not replace it in the model.
     spec = identified(described, model.devices)
     trial = _kernel_trial(model, rows, spec, samples, seed)
     counts = (*(n for n in COUNTS if n < samples), samples)
@@ -213,32 +212,31 @@ def run_calibrate_kernels(
 
 
 def _described(dataset: Dataset, device: str, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
-    """The device as described by the dataset's runs, else as found by name."""
+    """The device as described in the dataset, else as found by name."""
     from ..predict.devices import resolve_device
 
     own = dataset.devices
-    # The dataset's runs hold the ceilings under which its labels were taken.
+    # The dataset records the peaks at the time of its measurements.
     return own[device] if device in own else resolve_device(device, {**known, **own})
 
 
 def _kernel_rows(dataset: Dataset, device: str, samples: int) -> pd.DataFrame:
-    """Measured kernels of a device, each once with its median latency."""
+    """Distinct measured kernels of a device with their median latencies."""
     frame = dataset.frame
     own = frame[(frame["device"] == device) & (frame["level"] != "program")]
-    # A latency of zero is a kernel that the trace's clock could not resolve.
+    # Zero latencies are below the resolution of the trace's clock.
     own = own[own["latency_us_p50"] > 0]
-    # A kernel may have been measured in several programs and runs.
+    # Over all programs and runs that measured a kernel.
     median = own.groupby("kernel_hash")["latency_us_p50"].median()
     rows = own.drop_duplicates("kernel_hash")[["kernel_hash", "kernel_ir", "program"]]
-    # Half of the kernels are kept for testing.
     if not len(rows):
         held = ", ".join(sorted(frame["device"].unique()))
         raise DatasetError(f"no kernels of {device}", hint=f"its devices are {held}: --device")
     if len(rows) < 2 * samples:
         raise DatasetError(
-            f"only {len(rows)} kernels of {device}, {2 * samples} are needed to learn from "
-            f"{samples} and to judge on others",
-            hint="ask for fewer --samples, or profile for longer",
+            f"only {len(rows)} kernels of {device}, but {2 * samples} are needed to learn from "
+            f"{samples} and to test on others",
+            hint="give fewer --samples, or profile for longer",
         )
     return rows.assign(latency_us=rows["kernel_hash"].map(median)).reset_index(drop=True)
 
@@ -246,7 +244,7 @@ def _kernel_rows(dataset: Dataset, device: str, samples: int) -> pd.DataFrame:
 def _featurised(
     model: CostModel, rows: pd.DataFrame, spec: DeviceSpec
 ) -> tuple[KernelTable, KernelPrediction, np.ndarray]:
-    """Features, predictions without correction, and measured seconds of kernels."""
+    """Features, uncorrected predictions and measured seconds of kernels."""
     from ..features.kernels.extract import kernels_from_irs
     from ..models.core.kernel_table import kernel_table
 
@@ -262,19 +260,17 @@ def _kernel_trial(
     from ..models.operators.curves import MAX_CANDIDATES, MAX_TEST, Trial
 
     rng = np.random.default_rng(seed)
-    # By program: kernels of one program share shapes and the state of the machine, so a random half
-    # of the kernels would be judged by its siblings.
+    # Split by program, because kernels of a program share shapes and the state of the machine.
     programs = rng.permutation(rows["program"].unique())
     mine = rows["program"].isin(programs[: max(len(programs) // 2, 1)]).to_numpy()
     if mine.sum() < samples or mine.all():  # too few programs: half of the kernels
         mine = rng.random(len(rows)) < 0.5
     parts = []
-    # Gaussian processes cost the cube of the candidates and the square of the test rows.
+    # Gaussian processes are cubic in the candidates and quadratic in the test rows.
     for mask, most in ((mine, MAX_CANDIDATES), (~mine, MAX_TEST)):
         own = np.flatnonzero(mask)
         own = rng.choice(own, min(most, len(own)), replace=False)
         table, plain, measured = _featurised(model, rows.iloc[own], spec)
-        # Log-ratios, as the correction learns them: factors err symmetrically.
         errors = np.log(measured / plain.latency)
         parts.append((own, kernel_sites(table, spec), errors, float(measured.sum())))
     (own, sites, errors, seconds), (_, other, judged, _) = parts
@@ -292,10 +288,10 @@ def _kernel_trial(
 
 
 def save_adapted(console: Console, model: ModelBundle, settings: CalibrateSettings) -> None:
-    """Save an adapted model with its settings, or print that it is not kept."""
+    """Save an adapted model with its settings if an output folder is given."""
     out = settings.out
     if out is None:
-        console.print("the adapted model is not kept: give --out to save it")
+        console.print("the adapted model is not saved: give --out to save it")
         return
     with stages("reading") as tell:
         tell("saving the model")
@@ -316,8 +312,8 @@ def _print_asked(console: Console, asked: Sequence[Asked], device: str) -> None:
     print_frame(
         console,
         pd.DataFrame([row for own in asked for row in _asked_rows(own)]),
-        f"{device}: single operators, samples chosen for each (MAPE in %, share of the deviation "
-        "that is expected to be left, share inside the interval then)",
+        f"{device}: samples chosen for single operators (MAPE in %, expected remaining deviation, "
+        "coverage of the interval)",
     )
 
 
@@ -348,14 +344,14 @@ def _plot(console: Console, curves: Sequence[Curve], plot: Path | None) -> None:
 
 
 def _curve_table(curves: Sequence[Curve]) -> pd.DataFrame:
-    """Errors by family and choice; ``needed``: chosen samples for the last error of random ones."""
+    """Errors by family and choice; ``needed`` chosen samples match all random ones."""
     records = []
     for curve in curves:
         needed = curve.needed(curve.counts[-1])
         for choice in ("active", "random"):
             errors = getattr(curve, choice)
             figures = {f"{n}": round(100 * e, 1) for n, e in zip(curve.counts, errors, strict=True)}
-            # Infinite: the chosen samples never reach the last error of random ones.
+            # Infinite if the chosen samples never reach the last error of random ones.
             own = f"{needed:.0f}" if np.isfinite(needed) else "more"
             last = own if choice == "active" else f"{curve.counts[-1]}"
             records.append({"family": curve.family, "choice": choice, **figures, "needed": last})

@@ -1,4 +1,4 @@
-"""Measure a campaign, import one, and say what speaks against what it holds."""
+"""Run measurement campaigns, and import and audit their archives."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from ..datagen.campaign.plan import CampaignSettings
     from ..features.devices.device import DeviceSpec
 
-#: Most lines of a list that are printed.
+#: Maximum number of lines printed of a list.
 _SHOWN = 8
 
 
 def run_campaign(settings: CampaignSettings, tell: Callable[[str], None]) -> int:
-    """Measure, print what was done, and return the exit status.
+    """Run a campaign, print a summary, and return the exit status.
 
     Args:
-        settings: What is measured, and how long.
+        settings: The cases and the time to spend.
         tell: Called with a line for each block, and for each case that failed.
     """
     from ..datagen.campaign.__main__ import ended_as_interrupted, summary
@@ -45,16 +45,15 @@ def run_campaign(settings: CampaignSettings, tell: Callable[[str], None]) -> int
 def campaign_device(
     record: JsonObject, device: str | None, described: DeviceSpec | None = None
 ) -> DeviceSpec:
-    """Describe the device of a campaign: as given, as it measured itself, or by its name.
+    """Describe the device of a campaign: as given, as the campaign measured it, or by its name.
 
     Args:
         record: The campaign's record.
-        device: Name, file or ``local``; ``None`` for the campaign's own.
-        described: What the campaign measured of the device's ceilings.
+        device: Name, file or ``local``; ``None`` for the campaign's device.
+        described: The device with the peaks that the campaign measured, if it did.
 
     Raises:
-        DeviceError: None is given and nothing describes it, or the one given is another one than
-            the record's.
+        DeviceError: The device is unknown, or contradicts the record.
     """
     from ..datagen.campaign.archive import device_names
     from ..features.devices.catalogue import find_device, in_catalogue
@@ -62,7 +61,7 @@ def campaign_device(
     from ..predict.locate import trained_devices
 
     names = device_names(record)
-    # No catalogue has CPUs: they are those measured here, or that models were trained on.
+    # CPUs are not in the catalogue; known ones were measured here or used for training.
     known = trained_devices() if record["platform"] == "cpu" else {}
     if device is not None:
         spec = resolve_device(device, known)
@@ -77,19 +76,19 @@ def campaign_device(
             with contextlib.suppress(DeviceError):
                 return resolve_device(name, known)
     raise DeviceError(
-        f"the campaign's device is not known: {', '.join(names) or 'without a name'}",
-        hint="give --device FILE: what opcast device printed on that machine, or a description "
-        "by hand (docs/devices.md)",
+        f"the campaign's device is unknown: {', '.join(names) or 'without a name'}",
+        hint="give --device FILE: the output of opcast device on that machine, or a device file "
+        "written by hand (docs/devices.md)",
     )
 
 
 def _check_same(spec: DeviceSpec, platform: str, names: Sequence[str]) -> None:
-    """Refuse a device that the record contradicts.
+    """Refuse a device that contradicts the record.
 
-    A name that is nowhere, and a description by hand under a name of its own, contradict nothing.
+    Unknown names, and hand-written device files with other names, do not contradict it.
 
     Raises:
-        DeviceError: It is of another platform, or another one by name.
+        DeviceError: The platform or the name differs.
     """
     from ..features.devices.catalogue import find_device, in_catalogue
     from ..features.devices.device import device_slug
@@ -104,8 +103,8 @@ def _check_same(spec: DeviceSpec, platform: str, names: Sequence[str]) -> None:
     if other:
         raise DeviceError(
             f"the campaign was measured on a {platform} ({', '.join(names) or 'without a name'}), "
-            f"{spec.name} is another device, a {spec.platform}",
-            hint="leave --device out: the campaign tells its device",
+            f"but {spec.name} is a different device, a {spec.platform}",
+            hint="leave --device out: the campaign records its device",
         )
 
 
@@ -117,17 +116,17 @@ def run_import_campaign(
     device: str | None,
     tell: Callable[[str], None],
 ) -> ImportedCampaign:
-    """Import a campaign, audit it, and print what became of it.
+    """Import and audit a campaign, and print a summary.
 
     Args:
-        console: Where to print.
-        path: Its folder or archive.
+        console: Console to print to.
+        path: Folder or archive of the campaign.
         out: Folder to write.
         device: As for :func:`campaign_device`.
         tell: Called with a line for each note.
 
     Raises:
-        OpcastError: It is no archive, was changed, or its device is unknown or another one.
+        OpcastError: The archive is invalid or was modified, or the device is unknown or differs.
     """
     from ..datagen.campaign.archive import read_archive
     from ..datagen.campaign.importer import (
@@ -166,7 +165,7 @@ def run_import_campaign(
 
 
 def _against_roofline(folder: Path, spec: DeviceSpec, tell: Callable[[str], None]) -> list[str]:
-    """Rows that the device cannot have run so fast, in words."""
+    """Describe the rows that are faster than the device can be."""
     from ..predict.published.audit import audit
 
     try:

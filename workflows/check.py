@@ -1,4 +1,4 @@
-"""Compare predicted times with those of a run on this machine, and with the TPU compiler's."""
+"""Compare predictions with a run on this machine, and with the TPU compiler's estimates."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from ..features.kernels.kernel import Kernel, LoweredProgram
     from ..predict.program.predictor import KernelEstimate, Prediction, Predictor
 
-#: Seconds of whole executions of each program, so many that the two speeds of a shared processor,
-#: which alternate within seconds, average out. Engineering estimate.
+#: Seconds of whole executions of each program; long enough to average over the speeds of a shared
+#: processor, which alternate within seconds. Engineering estimate.
 _WALL_SECONDS = 2.0
-#: Factor between a run and the sum of its kernels from which the gap is reported: what the CPU
-#: adds between kernels, and kernels without an event of their own, are below half of a program.
+#: Ratio of a run to the sum of its kernels from which the gap is reported. Normally gaps between
+#: kernels, and kernels without a trace event, take less than half of a program.
 _BUSY = 1.5
 
 
 @dataclass(frozen=True)
 class CheckedKernel:
-    """A kernel's prediction beside its measurement; microseconds of one execution.
+    """Prediction and measurement of a kernel; times of one execution in µs.
 
     Attributes:
         name: Instruction name.
         kind: Kind of kernel.
         runs: Executions per program run.
         predicted_us: Prediction.
-        lo_us: Lower end of its interval.
-        hi_us: Upper end of its interval.
-        measured_us: Median of the executions; nan if the trace had no event for it.
-        origin: StableHLO op and source line that it mainly came from.
+        lo_us: Lower bound of its interval.
+        hi_us: Upper bound of its interval.
+        measured_us: Median of the executions; nan if the trace has no event for it.
+        origin: Main StableHLO op and source line that it came from.
     """
 
     name: str
@@ -60,7 +60,7 @@ class CheckedKernel:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A program's prediction beside its measurement.
+    """Prediction and measurement of a program.
 
     Attributes:
         name: Name of the program.
@@ -69,8 +69,8 @@ class CheckResult:
         p10_us: 10th percentile of the wall time.
         p90_us: 90th percentile of the wall time.
         kernels: Kernels in schedule order.
-        speed: Present speed of the machine relative to its measurement, by class of work; empty
-            where it runs as it did.
+        speed: Present speed of the machine relative to its measurement, by class of work; empty if
+            it is unchanged.
     """
 
     name: str
@@ -88,19 +88,19 @@ class CheckResult:
 
     @property
     def error(self) -> float:
-        """``(predicted - measured) / measured`` of the whole program."""
+        """Relative error of the whole program: ``(predicted - measured) / measured``."""
         return self.prediction.latency_us / self.measured_us - 1.0
 
     @property
     def kernel_errors(self) -> np.ndarray:
-        """Absolute relative errors of the kernels that have a label."""
+        """Absolute relative errors of the measured kernels."""
         # The reshape keeps two columns where there are no kernels.
         pairs = np.array([(k.predicted_us, k.measured_us) for k in self.kernels]).reshape(-1, 2)
         known = pairs[np.isfinite(pairs[:, 1])]
         return np.asarray(np.abs(known[:, 0] / known[:, 1] - 1.0))
 
     def to_dict(self) -> JsonObject:
-        """Plain data, as ``opcast check --json`` prints it; a missing label is null."""
+        """Convert to the output of ``opcast check --json``; missing measurements are null."""
         return {
             "name": self.name,
             "device": self.prediction.device,
@@ -125,15 +125,15 @@ class CheckResult:
 def check_programs(
     programs: Sequence[Path | str], predictor: Predictor, *, progress: bool = False
 ) -> list[CheckResult]:
-    """Predict programs, run them on the local device as the profiler does, and compare.
+    """Predict programs, run them on the local device like the profiler, and compare.
 
-    Anchors are measured beside the programs. If the machine runs at another speed than when it was
-    described, predictions are scaled by class of work, intervals hold both speeds, and a note says
-    so (``features/devices/identity.py``).
+    Anchors are measured before and after the programs. If the machine's speed has changed since it
+    was described, predictions are scaled by class of work, intervals cover both speeds, and a note
+    reports it (``features/devices/identity.py``).
 
     Args:
         programs: Paths of StableHLO programs.
-        predictor: Loaded model; it must have the local device.
+        predictor: Loaded model, which must include the local device.
         progress: Whether to show the progress of measuring.
 
     Raises:
@@ -148,17 +148,16 @@ def check_programs(
     from ..predict.devices import resolve_device
 
     device = resolve_device("local", predictor.model.devices)
-    # Lowered natively: these are the kernels that the run below executes, so they pair one to one.
+    # Lowered by this machine's compiler, so that the kernels are those of the run.
     lowered = [lower(read_program(Path(p)), cache=predictor.cache) for p in programs]
-    # As beside the probe: half of the readings before and half after, with nothing left out. Only a
-    # machine that was measured together with its anchors can be compared with itself.
+    # Half of the readings before and half after, as for the probe. A machine whose measurement has
+    # no anchors cannot be compared.
     then = anchors_of(device)
     anchors = [present_anchors(READINGS // 2)] if then else []
-    # A separate dataset: only the comparison needs the profiler's rows.
     with tempfile.TemporaryDirectory(prefix="opcast-check-") as scratch:
         profile(
             scratch,
-            # The machine is measured as it is: the anchors show how fast that was.
+            # No waiting for a quiet machine, because the anchors record its speed.
             ProfileSettings(replicate_share=0.0, wall_s=_WALL_SECONDS, patience=0.0),
             sources=[Path(p) for p in programs],
             device_spec=device,
@@ -178,10 +177,9 @@ def check_programs(
 
 
 def _raise_failures(folder: Path) -> None:
-    """Raise the first failure that a profile run has recorded."""
+    """Raise the first failure that a profile run recorded, which the profiler only skips."""
     failures = folder / "failures.jsonl"
     if failures.is_file():
-        # The profiler skips a program that fails; here it is the only one that matters.
         first = json.loads(failures.read_text().splitlines()[0])
         raise ProfileError(str(first["reason"]), where=str(first["program"]))
 
@@ -189,11 +187,11 @@ def _raise_failures(folder: Path) -> None:
 def _compare(
     path: Path, lowered: LoweredProgram, prediction: Prediction, frame: pd.DataFrame
 ) -> CheckResult:
-    # The profiler names programs given by path like this.
+    # The profiler's name of a program given by path.
     own = frame[frame["program"] == f"given-{path.stem}"]
     wall = own[own["level"] == "program"].iloc[0]
     kernels = own[own["level"] != "program"]
-    # By content, not by name: equal kernels of a program share one row and its label.
+    # By content rather than name, because equal kernels share a row.
     label = dict(zip(kernels["kernel_hash"], kernels["latency_us_p50"], strict=True))
     pairs = zip(lowered.kernels, prediction.kernels, strict=True)
     return CheckResult(
@@ -222,14 +220,14 @@ def _checked(kernel: Kernel, predicted: KernelEstimate, measured_us: float) -> C
 
 
 def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
-    """Print the kernels that took most time, and the total, predicted beside measured."""
+    """Print predictions beside measurements, for the costliest kernels and the program."""
     from rich.text import Text
 
     from ..common.units import duration
     from ..predict.render.parts import Compared, compared_table, compared_total, print_notes
 
     timed = [k for k in result.kernels if np.isfinite(k.measured_us)]
-    # By measured time: a kernel that the model underestimates badly must not drop off the list.
+    # Sorted by measured time, so that badly underestimated kernels are shown.
     rows = [
         Compared(k.predicted_us, k.lo_us, k.hi_us, k.measured_us, k.runs, k.kind, k.name, k.origin)
         for k in sorted(timed, key=lambda k: -k.measured_us * k.runs)[:top]
@@ -250,33 +248,33 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
 
 
 def _beyond_kernels(result: CheckResult) -> list[str]:
-    """Warn if a run took much longer than the kernels that were measured one by one."""
+    """Warn if a run took much longer than the sum of its kernels."""
     inside = sum(k.measured_us * k.runs for k in result.kernels if np.isfinite(k.measured_us))
     if not result.kernels or result.measured_us < _BUSY * inside:
         return []
     factor = result.measured_us / inside if inside else math.inf
     return [
-        f"a run took {factor:.1f} times the sum of its kernels, each measured alone: other work on "
-        "the machine, or a slower spell of it, unless the program waits for its host; check again"
+        f"a run took {factor:.1f} times as long as the sum of its kernels: other work on the "
+        "machine slowed it down, or the program waits for its host; check again"
     ]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A program on a device; sums run over executions, with loops multiplied out.
+    """Compiler's estimates and predictions of a program; sums are over all executions.
 
     Attributes:
         program: Name of the program's file.
         device: Name of the device.
         kernels: Number of kernels that take time.
-        unestimated: Of those, how many have no estimate from the compiler.
-        compiler_us: Sum of the compiler's estimates over the kernels that have one.
-        predicted_us: Sum of the predictions for the same kernels.
-        left_us: Sum of the predictions for the others, which are never free.
-        step_us: Predicted time of the whole program, its asynchronous copies beside the rest.
-        compiler_step_us: The same of the compiler's estimates, rooflines where it has none.
-        fused_step_us: The same of kernels by the lowering ``fused``, for which nothing is compiled;
-            none if the program is compiled already.
+        unestimated: Number of those without an estimate by the compiler.
+        compiler_us: Sum of the compiler's estimates.
+        predicted_us: Sum of the predictions for the kernels with an estimate.
+        left_us: Sum of the predictions for the kernels without one.
+        step_us: Predicted time of the program, with overlap of its asynchronous copies.
+        compiler_step_us: The same with the compiler's estimates, and rooflines where it has none.
+        fused_step_us: The same with the lowering ``fused``, which runs no compiler; ``None`` if the
+            program is already compiled.
         compile_s: Seconds of the compilation.
         predict_s: Seconds of the prediction.
     """
@@ -313,22 +311,21 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
 
     if device.platform != "tpu":
         raise DeviceError(
-            "is not a TPU: only a TPU's compiler estimates how long kernels take", where=device.name
+            "is not a TPU: only the TPU compiler estimates times of kernels", where=device.name
         )
     source = read_program(program)
     lowered = lower(source, "xla", cache=predictor.cache, device=device)
-    # The prediction alone: the compilation has its own figure, from when it was made.
     start = time.perf_counter()
     prediction = predictor.predict_lowered(lowered, device)
     seconds = time.perf_counter() - start
     rows = [
-        # libtpu's ``estimated_cycles`` count the device's clock.
+        # libtpu's ``estimated_cycles`` are in cycles of the device's clock.
         (k.cycles / device.clock_hz * 1e6 * k.multiplicity, e.latency_us * k.multiplicity)
         for k, e in zip(lowered.kernels, prediction.kernels, strict=True)
         if k.takes_time
     ]
     fused = None
-    # Optimised HLO has been fused already, so there is no StableHLO left to fuse again.
+    # Optimised HLO is already fused.
     if not source.program.is_scheduled:
         fused = predictor.predict(source, device=device, lowering="fused").latency_us
     return Agreement(
@@ -348,7 +345,7 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
 
 
 def print_agreement(console: Console, agreements: Sequence[Agreement]) -> None:
-    """Print programs as a table, then the errors of all."""
+    """Print a table of programs, and the mean and largest errors."""
     from ..common.tables_text import print_frame
 
     rows: list[dict[str, object]] = []
@@ -358,5 +355,5 @@ def print_agreement(console: Console, agreements: Sequence[Agreement]) -> None:
     print_frame(console, pd.DataFrame(rows), "the compiler's estimates (nothing is measured)")
     errors = [abs(own.error) for own in agreements]
     console.print(
-        f"sum of a program: mean error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}"
+        f"sums over programs: mean error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}"
     )

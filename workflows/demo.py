@@ -1,4 +1,4 @@
-"""The demonstration: chips that are not here, then this machine calibrated, tested and tracked."""
+"""The demo: predict for absent chips, then calibrate to this machine, test and track."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from ..predict.program.predictor import Predictor
     from .check import CheckResult
 
-#: The training step that is predicted for chips that are not here.
+#: The training step that is predicted for absent chips.
 STEP: tuple[str, JsonObject] = (
     "llama",
     {"layers": 4, "dim": 512, "heads": 8, "kv_heads": 4, "hidden": 1408, "vocab": 16000,
      "seq": 256, "batch": 8, "dtype": "bf16", "mode": "train"},
 )  # fmt: skip
-#: Seconds of the first section, which the compilers share; what a chip needs without one; and
-#: the least that each compiler gets, however slow the machine. opcast's own rules take over then.
+#: Seconds for all compilers of the first section, seconds to reserve for each further chip, and
+#: the minimum time limit of each compiler, after which the lowering ``fused`` is used.
 COMPILE_S, RESERVE_S, LEAST_S = 60.0, 5.0, 15.0
-#: Programs that are predicted and then run here; none of them is among what calibrating measures.
+#: Programs that are predicted and then run here; the calibration does not measure them.
 PROGRAMS: tuple[tuple[str, JsonObject], ...] = (
     ("resnet", {"depth": 18, "width": 32, "image": 64, "batch": 8, "mode": "train"}),
     (
@@ -44,12 +44,12 @@ REGISTERED = "opcast-demo"
 
 
 def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
-    """Run the whole demonstration in ``out``; a second call keeps what the first one calibrated.
+    """Run the demo in ``out``; an earlier calibration in the same folder is reused.
 
     Args:
         console: Console to print to.
         out: Folder for the page, the calibrated model and the programs.
-        budget_s: Seconds to calibrate.
+        budget_s: Seconds to spend on the calibration.
 
     Returns:
         Predicted and measured times, one result per program.
@@ -60,12 +60,12 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     from .check import check_programs
 
     out.mkdir(parents=True, exist_ok=True)
-    console.rule("1. a training step on chips that are not here")
+    console.rule("1. a training step on absent chips")
     print_absent(console, load(), out)
     console.rule("2. calibrate the shipped model to this machine")
     predictor = load(calibrated(console, out / "model", budget_s))
-    console.rule("3. predict programs that were not measured, then run them")
-    # Kept as files, so that the reader can predict them again by hand.
+    console.rule("3. predict unseen programs, then run them")
+    # As files, so that readers can predict them again.
     paths = [out / f"{family}.mlir" for family, _ in PROGRAMS]
     for path, (family, sizes) in zip(paths, PROGRAMS, strict=True):
         export(family, sizes, path)
@@ -75,7 +75,7 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     run = track_checks(results, out / "model")
     console.print(f"run {run}, model {REGISTERED}; see them with: opcast ui")
     console.rule("5. next")
-    # Printed whole whatever the width, so that they can be copied.
+    # Not wrapped, so that they can be copied.
     for line in (
         f"your own step:  opcast predict your_module.py:step --device {shown_devices('demo')[0]}",
         f"on this machine: opcast check your_module.py:step --model {out / 'model'}",
@@ -85,10 +85,10 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
 
 
 def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
-    """Predict :data:`STEP` for chips that are absent, and write the page of the first.
+    """Predict :data:`STEP` for absent chips, and write the page of the first.
 
-    The chip's own compiler makes the kernels where it is installed and quick enough, else opcast's
-    own rules.
+    Each chip's compiler makes the kernels if it is installed and fast enough; otherwise the
+    lowering is ``fused``.
     """
     from ..common.files import write_text
     from ..common.progress import wrote
@@ -105,10 +105,10 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
     until = time.monotonic() + COMPILE_S
     absent = shown_devices("demo")
     for place, device in enumerate(absent):
-        # Lowered for each platform, since JAX writes a function differently for each.
+        # JAX lowers a function differently for each platform.
         path = out / f"step-{device}.mlir"
         export(family, sizes, path, platform=platform_of(find_device(device)).name)
-        # Time that earlier chips have not used goes to later ones.
+        # Later chips may use the time that earlier ones have left.
         others = RESERVE_S * (len(absent) - place)
         allowed = max(LEAST_S, until - time.monotonic() - others)
         limits = CompileSettings(timeout_s=allowed)
@@ -119,17 +119,17 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
         )
         if p.lowering == "fused":
             why = next((n for n in p.notes if n.startswith("lowering fused instead")), "")
-            console.print(f"  {why or 'by its own rules, not by the compiler'}")
+            console.print(f"  {why or 'lowered by fused, not by the compiler'}")
         if device == absent[0]:
             lowering = LoweringOptions(p.lowering, device)
             options = ReportOptions(lowering, compare=(), title=f"{family} {sizes['mode']} step")
             page = out / "step.html"
             write_text(page, report_page(predictor, path, options))
-            wrote(page, "its page; open it in a browser")
+            wrote(page, "page; open it in a browser")
 
 
 def calibrated(console: Console, folder: Path, budget_s: float) -> Path:
-    """The folder of the calibrated model; an earlier one in the same place is taken as it is."""
+    """Calibrate the shipped model into a folder unless it already holds one; return the folder."""
     import jax
 
     from ..common.errors import WorseModelError
@@ -139,29 +139,29 @@ def calibrated(console: Console, folder: Path, budget_s: float) -> Path:
     from .settings import CalibrateSettings
 
     if (folder / "manifest.json").is_file():
-        console.print(f"{folder} is there already: delete it to calibrate again")
+        console.print(f"using {folder}: delete it to calibrate again")
         return folder
-    console.print("probe (15 s), then kernels by expected information")
+    console.print("probing the machine (15 s), then measuring the most informative kernels")
     settings = CalibrateSettings("local", budget_s=budget_s, out=folder)
     try:
         rounds = run_calibrate_budget(console, settings, table=False)
     except WorseModelError as error:
-        console.print(f"{error.what}: the shipped one is taken")
+        console.print(f"{error.what}: using the shipped model")
         CostModel.load(find_model(settings.model, jax.default_backend())).save(folder)
         return folder
-    # The first round was learned by nothing, so both errors are the same there.
+    # In the first round nothing has been learned, so both errors are equal.
     later = rounds[1:]
     if later:
         before, after = (np.mean([getattr(r, name) for r in later]) for name in ("before", "error"))
         console.print(
-            f"median error on kernels before they were learned: {before:.0%} as shipped, "
+            f"median error on kernels before learning them: {before:.0%} as shipped, "
             f"{after:.0%} calibrated"
         )
     return folder
 
 
 def print_results(console: Console, results: list[CheckResult]) -> None:
-    """Print predicted beside measured times of programs, a line each, and the mean error."""
+    """Print a table of predicted and measured times of programs, and the mean error."""
     import pandas as pd
 
     from ..common.tables_text import print_frame
@@ -191,11 +191,14 @@ def print_results(console: Console, results: list[CheckResult]) -> None:
 
 
 def track_checks(results: list[CheckResult], model: Path) -> str:
-    """Log predicted and measured times of programs, and register the model; returns the run's id.
+    """Log predicted and measured times of programs, and register the model.
 
     Args:
         results: One result per program.
         model: Folder of the model that predicted them.
+
+    Returns:
+        The id of the MLflow run.
     """
     import pandas as pd
 

@@ -1,4 +1,4 @@
-"""Predict folders of programs, or of regions of programs, whose times were published."""
+"""Predict folders of programs, or regions of programs, that have published times."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 
     from .settings import TableSettings
 
-#: Columns that a table of programs cannot do without.
+#: Required columns of a table of programs.
 NEEDED = ("file", "device")
-#: Columns of a table of steps of partitioned programs, which the folder's script writes.
+#: Required columns of a table of steps, whose partitioned programs the folder's script writes.
 STEPS = ("device", "n_devices", "workload", "measured_ms")
 #: Script of a folder of steps: ``python SCRIPT OUT SIZE --devices N`` writes
-#: ``OUT/WORKLOAD-xN.mlir`` where a workload is ``MODEL-SIZE``.
+#: ``OUT/WORKLOAD-xN.mlir`` for a workload ``MODEL-SIZE``.
 SCRIPT = "export_*.py"
-#: Longest that the script may take for a program, seconds; Llama's takes a few.
+#: Time limit of the script for a program in seconds; that of Llama takes a few seconds.
 EXPORT_S = 600
-#: Columns that errors are grouped by, those that the table has.
+#: Columns that errors are grouped by, if the table has them.
 GROUPS = ("device", "trust", "mode", "kind")
-#: Value of the column ``trust`` of times that their table doubts.
+#: Value of the column ``trust`` that marks unreliable times.
 DOUBTFUL = "doubtful"
 
 
 def read_table(folder: Path) -> pd.DataFrame:
-    """The one CSV of a folder that lists program files and devices, or steps on clusters.
+    """Read the CSV of a folder that lists program files and devices, or steps on clusters.
 
-    Steps become rows with a ``cluster``, whose ``file`` is written when it is needed.
+    Steps become rows with a ``cluster``; their ``file`` is written when it is needed.
 
     Raises:
         DatasetError: There is no such table, or more than one.
@@ -64,7 +64,7 @@ def read_table(folder: Path) -> pd.DataFrame:
         raise DatasetError(
             f"{len(fitting)} tables with the columns {', '.join(NEEDED)} or {', '.join(STEPS)}",
             where=str(folder),
-            hint="a folder has one CSV that lists its program files and devices",
+            hint="the folder must contain one CSV that lists program files and devices",
         )
     table = fitting[0]
     check_measured(table, ["latency_us", "measured_ms"], str(folder))
@@ -80,7 +80,7 @@ def read_table(folder: Path) -> pd.DataFrame:
 
 
 def exported(folder: Path, row: Mapping[Hashable, object], out: Path) -> Path:
-    """A step's partitioned program; written by the folder's script unless it is there already.
+    """Path of a step's partitioned program, written by the folder's script if it does not exist.
 
     Args:
         folder: The folder.
@@ -88,7 +88,7 @@ def exported(folder: Path, row: Mapping[Hashable, object], out: Path) -> Path:
         out: Folder of the programs.
 
     Raises:
-        DatasetError: The folder has no script, or it fails.
+        DatasetError: The folder has no script, or the script fails.
     """
     path = out / str(row["file"])
     if path.is_file():
@@ -105,8 +105,8 @@ def exported(folder: Path, row: Mapping[Hashable, object], out: Path) -> Path:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=EXPORT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip()
-        reason = said.splitlines()[-1] if said else "no reason given"
+        message = str(getattr(error, "stderr", "") or error).strip()
+        reason = message.splitlines()[-1] if message else "no reason given"
         raise DatasetError(f"writing {path.name} failed: {reason}", where=str(scripts[0])) from None
     if not path.is_file():
         raise DatasetError(f"{scripts[0].name} did not write {path}", where=str(folder))
@@ -126,18 +126,18 @@ def predict_programs(
 
     Args:
         folder: The folder.
-        predictor: Predicts programs.
-        lowering: As of ``opcast predict``.
-        show: Told how many rows are done, of how many.
-        programs: Folder for the programs of a table of steps; ``programs`` in the folder if
-            ``None``.
-        on_stream: Whether times are between events on the device's stream, so that the host's call
-            is not in them.
+        predictor: Predictor of programs.
+        lowering: Lowering, as for ``opcast predict``.
+        show: Called with the number of finished rows and of all rows.
+        programs: Folder for the programs of a table of steps; ``None`` for ``programs`` in
+            ``folder``.
+        on_stream: Whether the measured times exclude the launch by the host, as times between
+            events on the device's stream do.
 
     Returns:
-        The table's rows: ``id``, ``latency_us``, ``lo_us``, ``hi_us``, ``memory_bytes``,
-        ``lowering``, ``measured_us``, the columns of :data:`GROUPS`, and ``reason`` where one
-        failed.
+        A row per row of the table: ``id``, ``latency_us``, ``lo_us``, ``hi_us``,
+        ``memory_bytes``, ``lowering``, ``measured_us``, the columns of :data:`GROUPS`, and the
+        ``reason`` of a failure.
     """
     table = read_table(folder)
     answers: dict[tuple[str, str], dict[str, object]] = {}
@@ -165,9 +165,9 @@ def _whole(
     lowering: str,
     on_stream: bool,
 ) -> Prediction:
-    """A module for several devices that was measured unpartitioned runs whole on each of them."""
+    """Predict a program as it runs on a single device, even if it is written for several."""
     if str(row["file"]) == "nan":
-        raise DatasetError("the row names no file")
+        raise DatasetError("the row has no file")
     device = str(row["device"])
     own = folder / f"{device}.yaml"
     known = device if in_catalogue(device) or not own.is_file() else own
@@ -185,29 +185,29 @@ def _step(
 
 def _answer(ask: Callable[[], Prediction | PartitionedPrediction]) -> dict[str, object]:
     try:
-        said = ask()
+        found = ask()
     except OpcastError as error:
         empty = dict.fromkeys(("latency_us", "lo_us", "hi_us", "memory_bytes"))
         return empty | {"lowering": "", "reason": str(error)}
     return {
-        "latency_us": said.latency_us,
-        "lo_us": said.lo_us,
-        "hi_us": said.hi_us,
-        "memory_bytes": said.peak_memory_bytes,
-        "lowering": said.lowering,
+        "latency_us": found.latency_us,
+        "lo_us": found.lo_us,
+        "hi_us": found.hi_us,
+        "memory_bytes": found.peak_memory_bytes,
+        "lowering": found.lowering,
         "reason": "",
     }
 
 
 def judge_programs(frame: pd.DataFrame) -> pd.DataFrame:
-    """Errors of programs with a measured time, by the columns of :data:`GROUPS`."""
+    """Compute errors of measured programs, grouped by the columns of :data:`GROUPS`."""
     own = measured_rows(frame)
     groups = own.groupby([name for name in GROUPS if name in own], dropna=False)
     return groups.agg(**FIGURES).reset_index()
 
 
 def _sentence(which: str, own: pd.DataFrame) -> str:
-    """Errors of some programs in a line."""
+    """Summarise the errors of some programs in a line."""
     error = own["error"]
     return (
         f"{which}: mean error {100 * error.mean():.1f} %, median {100 * error.median():.1f} %, "
@@ -216,7 +216,7 @@ def _sentence(which: str, own: pd.DataFrame) -> str:
 
 
 def run_evaluate_programs(console: Console, settings: TableSettings) -> pd.DataFrame:
-    """Predict a folder's programs, write the predictions, print and log the errors."""
+    """Predict the programs of a folder, write the predictions, print and log the errors."""
     predictor = load_for_programs(settings.model)
     with counting("programs") as show:
         frame = predict_programs(
@@ -241,8 +241,7 @@ def run_evaluate_programs(console: Console, settings: TableSettings) -> pd.DataF
         console.print(_sentence(f"all {len(own)}", own))
         trusted = own[own["trust"] != DOUBTFUL] if "trust" in own else own
         if 0 < len(trusted) < len(own):
-            said = _sentence(f"the {len(trusted)} that are not {DOUBTFUL}", trusted)
-            console.print(said)
+            console.print(_sentence(f"the {len(trusted)} that are not {DOUBTFUL}", trusted))
         if settings.track:
             metrics = {"mape": float(error.mean()), "coverage": float(inside)}
             predictions = tidy(

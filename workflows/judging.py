@@ -1,4 +1,4 @@
-"""Judges predictions of measured cases: errors by group, coverage, and the choice of plans."""
+"""Evaluate predictions of measured cases: errors by group, coverage, and choice of plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..models.core.store import JsonModel
     from .settings import TableSettings
 
-#: Figures on a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
+#: Figures of a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
 FIGURES = {
     "rows": ("error", "size"),
     "mape": ("error", "mean"),
@@ -37,9 +37,9 @@ FIGURES = {
     "bias": ("log", lambda logs: float(np.expm1(logs.median()))),
     "coverage": ("inside", "mean"),
 }
-#: Folds of rows that are left out in turn.
+#: Folds of cross-validation over rows.
 FOLDS = 5
-#: Fewest plans that are compared.
+#: Minimum number of plans to compare.
 LEAST_PLANS = 3
 
 
@@ -49,8 +49,8 @@ class Judged:
 
     Attributes:
         by_group: Errors by group.
-        overall: Figures over all groups, each counting the same.
-        choice: Regret and rank correlation by what is compared, from :func:`choice`.
+        overall: Means over groups, unweighted.
+        choice: Regret and rank correlation of each set of plans, from :func:`choice`.
     """
 
     by_group: pd.DataFrame
@@ -58,7 +58,7 @@ class Judged:
     choice: pd.DataFrame
 
     def choice_sentence(self, what: str) -> list[str]:
-        """How well plans are chosen, in words; nothing where none were compared."""
+        """Describe how well plans are chosen; empty if none were compared."""
         o = self.overall
         if not len(self.choice):
             return []
@@ -74,16 +74,17 @@ def measured_rows(
     measured: str = "measured_us",
     ends: tuple[str, str] = ("lo_us", "hi_us"),
 ) -> pd.DataFrame:
-    """Predicted rows with a measured answer, and how far off they are.
+    """Select rows with a prediction and a measurement, and compute their errors.
 
     Args:
-        frame: Predictions beside what was measured.
+        frame: Predictions and measurements.
         predicted: Column of the predictions.
-        measured: Column of the answers.
-        ends: Columns of the intervals' ends.
+        measured: Column of the measurements.
+        ends: Columns of the bounds of the intervals.
 
     Returns:
-        The rows with ``error``, ``log`` of the ratio, and ``inside``.
+        The rows with columns ``error`` (absolute relative error), ``log`` (of predicted over
+        measured) and ``inside`` (whether the interval covers the measurement).
     """
     own = frame[frame[measured].notna() & frame[predicted].notna()].copy()
     ratio = own[predicted].astype(float) / own[measured]
@@ -99,18 +100,18 @@ def choice(
     measured: pd.Series,
     least: int = LEAST_PLANS,
 ) -> pd.DataFrame:
-    """How good the plan predicted fastest really is, and how well the order agrees.
+    """Compute the regret of the plan predicted fastest, and the rank correlation of all plans.
 
     Args:
-        table: What was predicted.
-        same: Columns, as far as there are any, that are the same in plans that are compared.
-        predicted: Times, by the number of the row in the table.
-        measured: The same as measured; NaN where nothing was.
-        least: Fewest plans that are compared.
+        table: Table of the plans.
+        same: Columns whose values compared plans share; missing columns are ignored.
+        predicted: Predicted times, indexed by row number of the table.
+        measured: Measured times with the same index; NaN if not measured.
+        least: Minimum number of plans to compare.
 
     Returns:
-        For each model with enough plans: ``plans``, ``regret`` (how much slower the plan
-        predicted fastest is than the fastest) and Kendall's ``tau``.
+        For each set with enough plans: ``plans``, ``regret`` (measured time of the plan predicted
+        fastest relative to the fastest, minus 1) and Kendall's ``tau``.
     """
     from scipy.stats import kendalltau
 
@@ -132,7 +133,7 @@ def choice(
 
 
 def choice_figures(plans: pd.DataFrame) -> dict[str, float]:
-    """Figures over what :func:`choice` gives; NaN where no plans were compared."""
+    """Summarise the result of :func:`choice`; NaN if no plans were compared."""
     return {
         "regret_median": float(plans["regret"].median()),
         "regret_mean": float(plans["regret"].mean()),
@@ -141,19 +142,19 @@ def choice_figures(plans: pd.DataFrame) -> dict[str, float]:
 
 
 def to_learn(table: pd.DataFrame) -> np.ndarray:
-    """Rows of splits that begin with calib, bool, shape ``(n,)``."""
+    """Mask of the rows whose split begins with calib, bool, shape ``(n,)``."""
     if "split" not in table:
         return np.zeros(len(table), bool)
     return table["split"].astype(str).str.startswith("calib").to_numpy()
 
 
 def few_of_each(keys: Iterable[Hashable], most: int, seed: int = 0) -> list[int]:
-    """Numbers of at most so many rows of each key, drawn at random, in order.
+    """Draw at most ``most`` rows of each key at random; return their sorted indices.
 
     Args:
-        keys: Of the rows.
-        most: Rows of a key.
-        seed: Of the draw.
+        keys: Key of each row.
+        most: Maximum number of rows per key.
+        seed: Random seed.
     """
     codes, _ = pd.factorize(pd.Series(list(keys), dtype=object))
     drawn = pd.Series(codes).iloc[np.random.default_rng(seed).permutation(len(codes))]
@@ -161,7 +162,7 @@ def few_of_each(keys: Iterable[Hashable], most: int, seed: int = 0) -> list[int]
 
 
 def named_folds(count: int, seed: int = 0) -> np.ndarray:
-    """A fold of every row, drawn at random, for errors of what is known: text, ``(count,)``."""
+    """Assign each row to a random cross-validation fold: strings, shape ``(count,)``."""
     return (np.random.default_rng(seed).permutation(count) % FOLDS).astype(str)
 
 
@@ -171,27 +172,27 @@ def predicted_frame(
     answers: Iterable[Mapping[str, object] | str],
     columns: Sequence[str],
 ) -> pd.DataFrame:
-    """Predictions of a table: a row for each of its rows, empty with a reason where there is none.
+    """Collect predictions into a frame with one row per row of a table.
 
     Args:
-        ids: Of the rows.
-        reasons: Why rows cannot be asked; empty for the others.
-        answers: Of the rows that can: values by column, or why there are none.
-        columns: Of the frame, with ``id`` and ``reason``.
+        ids: Ids of the rows.
+        reasons: Reasons why rows cannot be predicted; empty for the others.
+        answers: For each of the others, values by column, or the reason of a failure.
+        columns: Columns of the frame, including ``id`` and ``reason``.
     """
-    said, records = iter(answers), []
+    remaining, records = iter(answers), []
     for name, reason in zip(ids, reasons, strict=True):
-        answer = reason or next(said)
+        answer = reason or next(remaining)
         own = {"reason": answer} if isinstance(answer, str) else {"reason": "", **answer}
         records.append({"id": str(name), **own})
     return pd.DataFrame(records).reindex(columns=list(columns))
 
 
 def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: str) -> None:
-    """Write predictions, and print why some rows have none.
+    """Write predictions, and print the reasons of failures.
 
     Raises:
-        DatasetError: None has one.
+        DatasetError: All predictions failed.
     """
     write_table(frame, out)
     print_reasons(console, frame.loc[frame["reason"] != "", "reason"], f"{what} not predicted")
@@ -199,24 +200,24 @@ def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: st
         raise DatasetError(
             f"none of the {what} could be predicted",
             where=str(out),
-            hint="its column 'reason' says why",
+            hint="its column 'reason' has the reasons",
         )
 
 
 def print_reasons(console: Console, reasons: Iterable[str], what: str) -> None:
-    """Print how many rows have no answer for each of the most common reasons."""
+    """Print the most common reasons with the number of rows that each applies to."""
     for reason, count in Counter(reasons).most_common(20):
         console.print(f"{count} {what}: {reason}", highlight=False)
 
 
 def keep_left_out(out: Path | None, left: pd.DataFrame, ways: Sequence[str]) -> None:
-    """Write predictions of rows that were left out, if that is asked for.
+    """Write the predictions of held-out rows.
 
     Args:
-        out: Table to write; ``None`` for none.
-        left: For each answer its ``id``, ``metric``, what was ``measured`` in seconds, and the
-            logarithmic errors ``log(measured / predicted)`` when left out in each way.
-        ways: Columns of ``left`` with these errors.
+        out: Table to write; ``None`` to write none.
+        left: For each measurement: ``id``, ``metric``, ``measured`` seconds, and a column of
+            errors ``log(measured / predicted)`` for each way of holding out.
+        ways: Columns of ``left`` with errors.
     """
     if out is None:
         return
@@ -224,11 +225,11 @@ def keep_left_out(out: Path | None, left: pd.DataFrame, ways: Sequence[str]) -> 
     rows = left.melt(known, list(ways), var_name="left_out", value_name="error").dropna()
     rows["predicted"] = rows["measured"] * np.exp(-rows.pop("error").astype(float))
     write_table(rows, out)
-    wrote(out, f"{len(rows)} predictions of what was left out")
+    wrote(out, f"{len(rows)} predictions of held-out rows")
 
 
 def print_judged(console: Console, judged: Judged, what: str, lines: Sequence[str]) -> None:
-    """Print errors by group, and a few lines on all of them."""
+    """Print errors by group, followed by summary lines."""
     print_frame(console, in_percent(judged.by_group), f"{what}, errors in %")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -241,7 +242,7 @@ def log_judged(
     params: Mapping[str, object],
     predictions: pd.DataFrame | None = None,
 ) -> None:
-    """Log figures on predictions as a run."""
+    """Log figures on predictions as an MLflow run."""
     metrics = {k.replace(", ", "-"): v for k, v in judged.overall.items() if np.isfinite(v)}
     tables = {"by_group": judged.by_group, "choice": judged.choice}
     run = RunLog(name, dict(params), metrics, tables=tables, predictions=predictions)
@@ -256,15 +257,15 @@ def keep_judged(
     what: str,
     kind: str,
 ) -> None:
-    """Write the page and log the run, as far as either is asked for.
+    """Write an accuracy page and log an MLflow run, if the settings request them.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         settings: The table, the model, the page, and whether to log.
         judged: Figures of the predictions.
         known: Predictions of measured rows.
-        what: What the rows are, such as ``steps``.
-        kind: Column of ``known`` that tells their kinds apart.
+        what: Name of the rows, such as ``steps``.
+        kind: Column of ``known`` to group the page by.
     """
     kinds = known[kind].astype(str)
     predictions = tidy(known.assign(kind=kinds, predicted_us=known["latency_us"]), level="program")
@@ -289,16 +290,16 @@ def keep_learned(
     figures: pd.DataFrame,
     errors: pd.DataFrame,
 ) -> None:
-    """Save a model that a table taught, and log its errors as a run.
+    """Save a model trained on tables, and log its errors as an MLflow run.
 
     Args:
-        console: Where to print.
-        settings: The table, the file, and whether to log.
+        console: Console to print to.
+        settings: The tables, the output file, and whether to log.
         model: The model.
         effects: Number of its effects.
-        rows: Number of what it was judged on.
-        figures: Of what was left out, for the run's table.
-        errors: Metrics of the run: what was left out, the name, and the error.
+        rows: Number of held-out measurements.
+        figures: Errors on held-out rows, logged as a table.
+        errors: Metrics to log: what was held out, name of the figure, value.
     """
     model.save(settings.out)
     wrote(settings.out, f"{effects} effects")

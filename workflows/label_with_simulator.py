@@ -1,4 +1,4 @@
-"""Datasets labelled by a simulator: kernels of programs with its latencies."""
+"""Make datasets of kernels whose latencies come from a simulator."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class SimulateResult:
         source: The rows' ``source``, such as ``simulator:scalesim``.
         samples: Rows written.
         programs: Programs labelled.
-        skipped: Programs that an earlier call had labelled.
-        refused: Kernels that the tool cannot model, for which there are no rows.
+        skipped: Programs labelled by an earlier call.
+        refused: Kernels that the tool cannot model, which have no rows.
     """
 
     device: str
@@ -52,11 +52,11 @@ def simulate_dataset(
     lowering: str = "auto",
     family: str = "",
 ) -> SimulateResult:
-    """Label the kernels of programs with a simulator's answers.
+    """Label the kernels of programs with a simulator.
 
-    A label is the estimator's latency of one execution. Kernels that it does not model itself are
-    left out, since their roofline is not a label. A program's rows are written before it is
-    recorded as done, so the same call resumes where an earlier one stopped.
+    A label is the latency of one execution. Kernels that the simulator does not model are left out,
+    because their roofline is not a label. A program's rows are written before it is recorded as
+    done, so that a stopped call can be resumed.
 
     Args:
         out: Folder of the dataset.
@@ -64,10 +64,10 @@ def simulate_dataset(
         device: Name, path of a device file, or description.
         tool: One of :data:`TOOLS`.
         lowering: Lowering of the programs.
-        family: Family of all of them; empty for the name of each file.
+        family: Family of all programs; empty for the name of each file.
 
     Raises:
-        ModelError: No such tool, or it is not installed.
+        ModelError: There is no such tool, or it is not installed.
         DeviceError: The tool cannot model the device.
         OpcastError: A program cannot be read or lowered.
     """
@@ -78,7 +78,7 @@ def simulate_dataset(
 
     spec = resolve_device(device, {})
     estimator = _estimator(tool)
-    # Before any program is lowered, which may take minutes.
+    # Checked before lowering programs, which may take minutes.
     estimator.check(spec)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +95,8 @@ def simulate_dataset(
         rows, left = _rows(lowered, estimator, spec)
         names = {"program": path.stem, "family": family or path.stem}
         run.add_rows([row | names for row in rows], spec.name)
-        # Order matters: rows, then the mark. After a crash in between, the program is repeated and
-        # its shard of the same name replaced.
+        # Write the rows before the mark: after a crash in between, the program is repeated, and its
+        # shard of the same name replaced.
         run.flush(key)
         done.append(key)
         run.record["refused"] += left
@@ -115,25 +115,24 @@ def _estimator(tool: str) -> SimulatorEstimator:
 
 
 def _key(path: Path) -> str:
-    """Name and content of a program's file."""
+    """Identify a program by the name and content of its file."""
     try:
-        # A program that was edited since is another program.
         return f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     except FileNotFoundError:
-        return path.stem  # reading it will report that
+        return path.stem  # reading the file reports the error
 
 
 def _rows(
     lowered: LoweredProgram, estimator: SimulatorEstimator, device: DeviceSpec
 ) -> tuple[list[dict[str, object]], int]:
-    """A row for each distinct kernel that the tool models, and how many it does not."""
+    """Rows of the distinct kernels that the tool models, and the number that it does not."""
     from ..datagen.dataset_folder import kernel_row
 
-    # Simulators take seconds for a kernel, so equal ones are asked for once.
+    # Distinct kernels only, because a simulator takes seconds for each.
     kernels = list({k.hash: k for k in lowered.kernels if k.takes_time}.values())
     found = estimator.predict(kernels, device)
     rows = [
-        # One answer of the tool stands for the distribution, so all quantiles are equal.
+        # A single latency, so all quantiles are equal.
         kernel_row(kernel, [latency_s]) | {"level": "kernel", "source": estimator.source}
         for kernel, latency_s, own in zip(
             kernels, found.latency.tolist(), found.in_domain.tolist(), strict=True
@@ -146,10 +145,10 @@ def _rows(
 def _writer(
     folder: Path, estimator: SimulatorEstimator, device: DeviceSpec, lowering: str
 ) -> RunWriter:
-    """Open the run of one tool, device and lowering in a dataset, resuming an existing one."""
+    """Open the run of a tool, device and lowering in a dataset, resuming an existing one."""
     from ..datagen.dataset_folder import RunWriter
 
-    # Labels of other versions, parameters or device figures must not join this run.
+    # A run must not mix versions, parameters or device descriptions.
     described = [estimator.version, estimator.params, asdict(device), lowering]
     text = json.dumps(described, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-#: Name of a model's card in its folder, and the folder of the shipped models' cards: it lies
-#: outside of the models' own folders, because training a model again replaces its folder.
+#: Name of a model's card in its folder, and the folder of the cards of shipped models, which is
+#: separate because training replaces a model's folder.
 CARD = "MODEL_CARD.md"
 CARDS = PACKAGE / "models" / "pretrained" / "cards"
 
 
 def model_rows() -> list[JsonObject]:
-    """Describe each available model in one row.
+    """Describe each available model in a row.
 
     Raises:
         ModelError: A manifest cannot be read.
@@ -59,7 +59,7 @@ def list_models(console: Console, *, as_json: bool) -> None:
         print(json.dumps(rows))
         return
     shown = pd.DataFrame(rows).drop(columns=["folder"])
-    print_frame(console, shown, "models; the card of one: opcast models NAME")
+    print_frame(console, shown, "models; to print a card: opcast models NAME")
 
 
 def show_model(console: Console, name: str, *, as_json: bool, against: str | None = None) -> None:
@@ -69,7 +69,7 @@ def show_model(console: Console, name: str, *, as_json: bool, against: str | Non
         console: Console to print to.
         name: Name or folder of the model.
         as_json: Whether to print the card and the manifest as JSON instead.
-        against: Another model, whose figures to print beside.
+        against: Another model to compare its figures with.
 
     Raises:
         ModelError: There is no such model.
@@ -97,7 +97,7 @@ def show_model(console: Console, name: str, *, as_json: bool, against: str | Non
 
 
 def card_of(folder: Path) -> str:
-    """Read a model's card from its folder or from the shipped cards; empty if there is none."""
+    """Read a model's card from its folder or the shipped cards; empty if there is none."""
     places = (folder / CARD, CARDS / f"{folder.name}.md")
     return next((place.read_text() for place in places if place.is_file()), "")
 
@@ -123,12 +123,12 @@ def figures(manifest: JsonMapping) -> pd.DataFrame:
 
 
 def beside(table: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
-    """Figures of two manifests (:func:`figures`) side by side, those of the second as ``was``."""
+    """Join the figures of two manifests (:func:`figures`); those of the second are ``was``."""
     return table.merge(other, on="judged on", how="outer", suffixes=("", ", was"), sort=False)
 
 
 def _of_operators(metrics: Sequence[JsonMapping]) -> list[JsonObject]:
-    """Errors of each family by split and device, over its formats."""
+    """Errors of each family by split and device, pooled over number formats."""
     parts: dict[str, list[JsonMapping]] = {}
     for own in metrics:
         parts.setdefault(f"{own['key']}, {own['device']}, split {own['split']}", []).append(own)
@@ -137,7 +137,7 @@ def _of_operators(metrics: Sequence[JsonMapping]) -> list[JsonObject]:
             name,
             {
                 "n": sum(part["n"] for part in own),
-                # Means weigh by rows; medians of parts have no median of the whole.
+                # Means can be pooled by rows, medians cannot.
                 **{name: _weighted(own, name) for name in ("mape", "coverage") if name in own[0]},
                 **(own[0] if len(own) == 1 else {}),
             },
@@ -147,7 +147,7 @@ def _of_operators(metrics: Sequence[JsonMapping]) -> list[JsonObject]:
 
 
 def _weighted(parts: Sequence[JsonMapping], figure: str) -> float:
-    """Mean of a figure of parts, by their rows."""
+    """Mean of a figure over parts, weighted by rows."""
     rows = sum(part["n"] for part in parts)
     return float(sum(part["n"] * part[figure] for part in parts) / rows)
 

@@ -1,4 +1,4 @@
-"""Run the profiler, and summarise datasets."""
+"""Run the profiler, summarise datasets, and measure and describe devices."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 
 #: Streams of a profile run by their names on the command line.
 _STREAMS = {"ops": "op", "random": "random", "zoo": "zoo"}
+#: Seconds of a probe; rarely used number formats are skipped if they do not fit.
+PROBE_SECONDS = 12.0
+#: Seconds after a probe during which the machine's speed is assumed unchanged, and readings of the
+#: anchors for a prediction (half a second each). Engineering estimates.
+_FRESH_S, _READINGS = 120.0, 3
 
 
 def parse_mix(text: str) -> dict[str, float]:
@@ -54,7 +59,7 @@ def parse_mix(text: str) -> dict[str, float]:
 
 
 def run_profile(settings: ProfileSettings) -> None:
-    """Measure into a dataset folder and print what was done."""
+    """Run the profiler into a dataset folder, and print a summary."""
     from ..datagen.profile.plan import ProfileSettings as RunSettings
 
     mix = parse_mix(settings.mix)
@@ -67,17 +72,16 @@ def run_profile(settings: ProfileSettings) -> None:
         from ..datagen.profile.profile import profile
 
         result = profile(settings.out, own, progress=not settings.quiet)
-    # Beside the dataset, so that the run can be repeated.
     settings.save(settings.out)
-    # On a fleet the hosts do both beside one another, in the time that they measure.
+    # Both are 0 on a Ray cluster, whose hosts overlap them.
     parts = f"set-up and probe {result.setup_s:.0f} s, final check {result.check_s:.0f} s"
-    told = f" ({parts})" if result.setup_s + result.check_s > 0.0 else ""
+    detail = f" ({parts})" if result.setup_s + result.check_s > 0.0 else ""
     wrote(
         result.folder,
         f"{result.samples} samples of {result.programs} programs, {result.failed} failed, "
-        f"{result.elapsed_s:.0f} s{told}, {result.stopped}",
+        f"{result.elapsed_s:.0f} s{detail}, {result.stopped}",
     )
-    # What was measured is saved and reported; the command still ends as interrupted (status 130).
+    # Ends with status 130 after the measurements have been saved and reported.
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
 
@@ -100,21 +104,14 @@ def show_data(console: Console, paths: Sequence[Path], *, plot: Path | None, as_
         print_frame(console, table, title.replace("_", " "))
 
 
-#: Seconds of a probe; rare types are left out if they do not fit.
-PROBE_SECONDS = 12.0
-#: Seconds after a probe for which the machine is taken to run as it did; readings of the anchors
-#: for a prediction (half a second each). Engineering estimates.
-_FRESH_S, _READINGS = 120.0, 3
-
-
 def local_now(
     known: Mapping[str, DeviceSpec], tell: Callable[[str], None] = lambda what: None
 ) -> DeviceSpec:
-    """Describe this machine by its own probe, made now if there is none, and its present speed.
+    """Describe this machine at its present speed, probing it first if it has not been measured.
 
     Args:
         known: Devices that the model was trained on.
-        tell: Called with one line before a probe.
+        tell: Called with a message before a probe.
     """
     from ..predict.devices import measured_path
 
@@ -131,24 +128,24 @@ def local_now(
 def local_device(
     known: Mapping[str, DeviceSpec], tell: Callable[[str], None] = lambda what: None
 ) -> DeviceSpec:
-    """Describe this machine by its own probe; arguments as of :func:`local_now`."""
+    """Describe this machine as it was last measured; arguments as for :func:`local_now`."""
     from ..predict.devices import is_known, resolve_device
 
     if not is_known("local", known):
-        tell("measuring this machine's ceilings, once (15 s)")
+        tell("measuring this machine's peak rates, once (15 s)")
         measure_device(save=True)
     return resolve_device("local", known)
 
 
 def measure_device(*, save: bool, tell: Callable[[str], None] = logger.warning) -> DeviceSpec:
-    """Measure the local device, and keep the result for ``--device local`` if ``save`` is set.
+    """Measure the local device, and save the result for ``--device local`` if ``save`` is set.
 
-    What the last measurement gave otherwise is told: every prediction for the machine moves with
-    its ceilings.
+    Reports differences from the last measurement, because every prediction for this machine depends
+    on its peak rates.
 
     Args:
-        save: Whether to keep it. Intervals then hold the earlier ceilings, too.
-        tell: Called with one line.
+        save: Whether to save it. Intervals then also cover the earlier peaks.
+        tell: Called with a message about differences.
     """
     from ..common.files import write_text
     from ..datagen.profile.device_probe import probe_device
@@ -156,21 +153,21 @@ def measure_device(*, save: bool, tell: Callable[[str], None] = logger.warning) 
 
     spec = probe_device(PROBE_SECONDS)
     path = measured_path(spec.name)
-    # A damaged file is what measuring again replaces.
+    # Measuring again replaces a damaged file.
     with contextlib.suppress(DeviceError, FileNotFoundError):
         before = DeviceSpec.from_file(path)
         if told := ceilings_moved(spec, before):
             tell(told)
         spec = remeasured(spec, before)
     if save:
-        # Ceilings of shared machines drift, so notes of predictions state when they were taken.
+        # Notes of predictions state the time, because the peaks of shared machines drift.
         spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(datetime.now(UTC))})
         write_text(path, spec.to_json())
     return spec
 
 
 def ceilings_moved(now: DeviceSpec, then: DeviceSpec) -> str:
-    """Say which ceilings of a machine a new measurement moved, and by how much; empty if none."""
+    """Describe the peak rates that changed in a new measurement; empty if none did."""
     figures = (
         ("matrix", now.peak_flops, then.peak_flops, "FLOP/s"),
         ("vector", now.vector_flops, then.vector_flops, "FLOP/s"),
@@ -187,19 +184,19 @@ def ceilings_moved(now: DeviceSpec, then: DeviceSpec) -> str:
         return ""
     change = compare_ceilings(now, then)
     holds = (
-        "intervals of predictions hold both"
+        "intervals of predictions cover both"
         if change.same
-        else "they differ by more than measurements of one machine do, so the earlier ones no "
-        "longer count"
+        else "the earlier ones are discarded, because measurements of one machine differ by less"
     )
     return (
-        f"ceilings of {now.name} moved since {then.extra.get(MEASURED_AT, 'they were measured')}: "
-        f"{', '.join(moved)}; times change by up to {change.factor:.2f} x, and {holds}"
+        f"peak rates of {now.name} changed since "
+        f"{then.extra.get(MEASURED_AT, 'they were measured')}: {', '.join(moved)}; times change by "
+        f"up to {change.factor:.2f} x, and {holds}"
     )
 
 
 def show_device(console: Console, name: str, *, as_json: bool) -> None:
-    """Print a device with its sources: measured here, of the catalogue, or of a device file."""
+    """Print a device with its sources: measured here, from the catalogue or a device file."""
     from ..predict.devices import resolve_device
     from ..predict.locate import trained_devices
     from ..predict.render.device import print_device

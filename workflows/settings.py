@@ -1,6 +1,6 @@
-"""Settings of the commands: one frozen dataclass each, saved beside the command's output.
+"""Settings of the commands: a frozen dataclass each, saved beside the command's output.
 
-Fields with an ``Option`` are the options of the command (``common/options.py``).
+Fields with an ``Option`` are the command's options (``common/options.py``).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FILE = "settings.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all settings share: the command's name."""
+    """Base of all settings: the name of the command, and writing them to a file."""
 
     command: ClassVar[str]
 
     def save(self, folder: Path) -> None:
-        """Write the settings, with the command and its version, into an output folder."""
+        """Write the settings, the command and the version into an output folder."""
         from .. import __version__
         from ..common.files import write_text
 
@@ -58,7 +58,7 @@ class ProfileSettings(Settings):
     budget_s: Budget = 600.0
     seed: Seed = 0
     suite: Annotated[str, Option("Zoo suite: quick, standard or full.")] = "standard"
-    # Repeats DEFAULT_MIX of datagen/profile/plan.py, so that --help can show it.
+    # Equals DEFAULT_MIX of datagen/profile/plan.py.
     mix: Annotated[str, Option("Shares of single ops, random programs and zoo programs.")] = (
         "ops=0.35,random=0.35,zoo=0.3"
     )
@@ -70,33 +70,32 @@ class ProfileSettings(Settings):
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
-    """Settings of ``opcast train``; the :class:`~.train_kernels.Trainer` decides which it reads.
+    """Settings of ``opcast train``; each :class:`~.train_kernels.Trainer` reads some of them.
 
     Attributes:
         params: Hyperparameters of the estimator.
-        tables: Instead of ``data``, folders of the kernel pack's tables of attention and experts,
-            layers, and new attention.
+        tables: Instead of ``data``: folders with tables of attention, experts and layers.
     """
 
     command: ClassVar[str] = "train"
     data: Data = ()
     model: Annotated[str, Option("Estimator to train.")] = "xgboost"
-    split: Annotated[str, Option("For kernels: split to test on, or a table of your own.")] = (
+    split: Annotated[str, Option("For kernels: split to test on, or file with your own.")] = (
         "unseen_family"
     )
     out: Annotated[
         Path | None,
         Option(
-            "Folder for the model, by default that of --register or models-out; with --steps, "
-            "--serving, --power and --tiles a JSON file."
+            "Folder for the model, by default that of --register or models-out; a JSON file with "
+            "--steps, --serving, --models, --power and --tiles."
         ),
     ] = None
     seed: Seed = 0
-    # One thread: XGBoost with more threads than free cores is 30 to 90 times slower than with one.
+    # XGBoost with more threads than free cores is 30 to 90 times slower than with one.
     threads: Threads = 1
     track: Annotated[bool, Option("Log the run to MLflow.")] = True
     register: Annotated[
-        str | None, Option("Register the model under this name, here and in MLflow.")
+        str | None, Option("Register the model under this name, locally and in MLflow.")
     ] = None
     final: Annotated[
         bool, Option("After testing, save a model fitted on all rows.", ("--final",))
@@ -106,12 +105,12 @@ class TrainSettings(Settings):
         Sequence[str],
         Option("Exclude a device, by name or file, from training; may be given again."),
     ] = ()
-    # Bounds the memory that the largest families need. Engineering estimate.
+    # Limits the memory for the largest families. Engineering estimate.
     max_rows: Annotated[
-        int, Option("For operators: maximum rows of a family to learn from.", least=1)
+        int, Option("For operators: maximum rows per family to learn from.", least=1)
     ] = 1_000_000
     join: Annotated[
-        str | None, Option("For operators: take over the other families of this model.")
+        str | None, Option("For operators: copy all other families from this model.")
     ] = None
     tables: Sequence[Path] = ()
 
@@ -124,10 +123,10 @@ class TuneSettings(Settings):
     data: Data
     model: Annotated[str, Option("Estimator to train.")] = "xgboost"
     trials: Annotated[
-        int, Option("Number of trials, including those of earlier searches.", least=1)
+        int, Option("Number of trials, including those of resumed searches.", least=1)
     ] = 20
     split: Annotated[
-        str, Option("Split whose training part to search on; its test part is held out.")
+        str, Option("Split whose training part is searched on; the test part is held out.")
     ] = "unseen_family"
     timeout_s: Annotated[
         float | None,
@@ -151,10 +150,10 @@ class TuneSettings(Settings):
 
 
 class Allocation(StrEnum):
-    """How samples of an operator model are divided among operator families.
+    """How samples are divided among operator families.
 
-    ``family`` gives every family the same number; ``time`` gives the next sample to the family with
-    the largest product of its share of the time and the sample's expected information gain.
+    ``family`` gives every family the same number; ``time`` gives each sample to the family with the
+    largest product of its share of the time and the sample's expected information gain.
     """
 
     FAMILY = "family"
@@ -166,14 +165,14 @@ class CalibrateSettings(Settings):
     """Settings of ``opcast calibrate``, from a dataset or by measuring.
 
     Attributes:
-        suite: Suite of the zoo whose kernels the measuring is for.
-        ops: Number of single-op programs that may be measured.
+        suite: Zoo suite whose kernels the calibration targets.
+        ops: Number of single-op programs among the candidates.
     """
 
     command: ClassVar[str] = "calibrate"
     device: Annotated[
         str,
-        Option("Device to adapt to, name or file; with --budget this machine by default (local)."),
+        Option("Device to adapt to, name or file; with --budget the default is local."),
     ] = ""
     data: Annotated[
         Sequence[Path], Option("Dataset measured on the device; may be given again.")
@@ -181,19 +180,19 @@ class CalibrateSettings(Settings):
     budget_s: Annotated[
         float | None,
         Option(
-            "Without --data: time to spend on measuring here, such as 5m.",
+            "Instead of --data: time to spend on measuring here, such as 5m.",
             ("--budget",),
             parse=seconds_of,
         ),
     ] = None
     model: ModelOpt = "default"
-    # Enough for most families to level off (docs/operator-new-device.md).
+    # Errors of most families level off by then (docs/operator-new-device.md).
     samples: Annotated[
         int,
-        Option("With --data: samples to learn from; for operators, of each family.", least=1),
+        Option("With --data: samples to learn from, per family for operators.", least=1),
     ] = 100
     allocate: Annotated[
-        Allocation, Option("Divide operator samples evenly, or by share of the time.")
+        Allocation, Option("Divide samples of operators evenly, or by share of the time.")
     ] = Allocation.FAMILY
     out: Annotated[
         Path | None,
@@ -204,12 +203,12 @@ class CalibrateSettings(Settings):
     ] = None
     seed: Seed = 0
     suite: str = "quick"
-    # More than a budget of minutes can measure; the choice among them is what matters.
+    # More than can be measured in minutes, to have a choice.
     ops: int = 600
 
     @property
     def by_time(self) -> bool:
-        """Whether operator families get samples by their share of the time."""
+        """Whether samples are divided by share of the time."""
         return self.allocate is Allocation.TIME
 
 
@@ -220,11 +219,9 @@ class DriftSettings(Settings):
     command: ClassVar[str] = "drift"
     data: Annotated[Path, Option("Table of newly measured operators, or a folder.")]
     model: ModelOpt = "default"
-    samples: Annotated[
-        int, Option("Samples of each drifted library, family and device to repair.", least=1)
-    ] = 20
+    samples: Annotated[int, Option("Samples for the repair of each drifted group.", least=1)] = 20
     false_alarms: Annotated[
-        float, Option("Probability of one or more false alarms.", least=1e-9, most=0.5)
+        float, Option("Probability of at least one false alarm.", least=1e-9, most=0.5)
     ] = 0.01
     out: Annotated[Path | None, Option("Folder for the repaired model.", check=folder)] = None
     seed: Seed = 0
@@ -233,26 +230,26 @@ class DriftSettings(Settings):
 
 @dataclass(frozen=True)
 class TableSettings:
-    """What a command is to do with tables that it learns from, predicts or adapts a model to.
+    """Settings of commands that train on, evaluate or calibrate with tables of measurements.
 
-    Which of them a command reads is a ``Kind`` of ``cli/options.py``.
+    ``Kind`` in ``cli/options.py`` defines which of them a command reads.
 
     Attributes:
-        tables: The tables, CSV or parquet, or a folder of them.
+        tables: Tables, CSV or parquet, or a folder of tables.
         out: File for the predictions or the model.
-        model: Name, file or folder of a model; ``default`` for the one that ships.
-        start: Model that learning starts from; empty for none.
-        left_out: Table for the predictions of rows that were left out; ``None`` for none.
-        calibrate: Whether to adapt to the rows of ``calib_*`` splits that have an answer.
+        model: Name, file or folder of a model; ``default`` for the shipped one.
+        start: Model to start training from; empty for none.
+        left_out: Table for the predictions of held-out rows; ``None`` for none.
+        calibrate: Whether to adapt to the measured rows of ``calib_*`` splits.
         limit: Maximum rows of each operator table.
-        samples: Most models of a family of a table of whole models; ``None`` for all.
-        devices: Files of devices of the tables that are not in the catalogue.
-        lowering: Of programs, as of ``opcast predict``.
-        on_stream: Whether times of programs exclude the host's call, as times of regions do.
+        samples: Maximum models per family of a table of whole models; ``None`` for all.
+        devices: Files of devices that are not in the catalogue.
+        lowering: Lowering of programs, as for ``opcast predict``.
+        on_stream: Whether measured times exclude the launch by the host, as those of regions do.
         page: HTML page for the figures.
         track: Whether to log to MLflow.
         ray: Address of a Ray cluster; empty for none.
-        seed: Of draws.
+        seed: Random seed.
     """
 
     tables: Sequence[Path]
@@ -278,15 +275,15 @@ class TableSettings:
         return table
 
     def parts(self, suffix: str = "") -> Path:
-        """File or folder of finished parts, there until the predictions are written."""
+        """File or folder of finished parts, which is deleted once the predictions are written."""
         return self.out.with_name(f"{self.out.stem}-parts{suffix}")
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
-    """Parse prices: ``DEVICE=2.5`` of one device, ``2.5`` of all others (under an empty name).
+    """Parse prices: ``DEVICE=2.5`` for a device, ``2.5`` for all others (with an empty name).
 
     Raises:
-        ValueError: One is no number, or below zero.
+        ValueError: A price is not a non-negative number.
         DeviceError: A device is not in the catalogue.
     """
     prices = {}
@@ -306,11 +303,11 @@ def prices_of(texts: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-#: Prices of devices for an hour, by name; under an empty name, of all others.
+#: Prices per device and hour, by name; an empty name stands for all others.
 Prices = Annotated[
     Mapping[str, float],
     Option(
-        "Price of a device for an hour, 2.5, or of one by name, h100-sxm=2.5; may be given again. "
+        "Price per device and hour, 2.5, or of a certain device, h100-sxm=2.5; may be given again. "
         "Prints the cost.",
         ("--price",),
         collect=prices_of,

@@ -1,4 +1,4 @@
-"""Predict tables of training steps, judge the predictions, and adapt to a cluster."""
+"""Predict tables of training steps, evaluate the predictions, and adapt to a cluster."""
 
 from __future__ import annotations
 
@@ -44,37 +44,48 @@ if TYPE_CHECKING:
     from ..models.operators import OpModel
     from .settings import TableSettings
 
-#: Effects of a cluster below which nothing is said: repeated runs differ by as much.
+#: Smallest effect of a cluster to report; repeated runs differ by as much.
 _WORTH = 0.02
-#: What an effect of a cluster means: with the inverse factor and the factor.
+#: Descriptions of the effects of a cluster, formatted with the inverse factor and the factor.
 _WORDS = {
-    "between": "the scale-out network gives {0:.0%} of what was expected of it",
+    "between": "the scale-out network reaches {0:.0%} of its expected rate",
     "launch": "launching a kernel takes {1:.2f} times as long as expected",
     "whole": "everything takes {1:.2f} times as long as expected",
 }
+#: Parts of a step in µs, which add up to ``latency_us``.
+PARTS = ("compute_us", "exposed_communication_us", "bubble_us", "host_us", "update_us")
+#: Bounds of the 90 % interval of ``memory_bytes``.
+MEMORY_ENDS = ("memory_lo_bytes", "memory_hi_bytes")
+#: Columns of predictions: times in µs, sizes in bytes, and the measurements of the table.
+COLUMNS = (
+    *("id", "latency_us", "lo_us", "hi_us", "memory_bytes", *MEMORY_ENDS, *PARTS),
+    *("known", "source", "device", "measured_us", "measured_memory_bytes", "reason"),
+)
+#: Columns in which compared plans agree.
+SAME = ("source", "model", "device", "n_devices", "seq", "global_batch", "dtype")
 
 
 def possible_steps(
     rows: Sequence[StepRow | None], tell: Callable[[str], None]
 ) -> list[StepRow | None]:
-    """Rows without times shorter than their arithmetic, and without more memory than is there.
+    """Remove times below the floor of the arithmetic, and memory peaks above the capacity.
 
     Args:
-        rows: Of a table.
-        tell: Told of every such time, with its floor at the dense peak, and of every such peak.
+        rows: Rows of a table; ``None`` for those that cannot be read.
+        tell: Called with a message for each measurement that is removed.
     """
     found: list[StepRow | None] = []
     for row in rows:
         if row is not None and row.measured_s < (floor := floor_seconds(row)):
             tell(
-                f"{row.id}: {row.measured_s:g} s is below the floor of {floor:.3g} s, its matrix "
-                f"products at the dense peak of {row.cluster.size} {row.cluster.device}: not used"
+                f"{row.id}: not used: {row.measured_s:g} s is below the floor of {floor:.3g} s, "
+                f"its matrix products at the dense peak of {row.cluster.size} {row.cluster.device}"
             )
             row = replace(row, measured_s=np.nan)
         if row is not None and row.memory_bytes > (most := _memory(row)):
             tell(
-                f"{row.id}: a peak of {size(row.memory_bytes)} is more than the {size(most)} of a "
-                f"{row.cluster.device}: not used; memory_gib is of one device, in GiB"
+                f"{row.id}: not used: a peak of {size(row.memory_bytes)} exceeds the {size(most)} "
+                f"of a {row.cluster.device}; memory_gib is per device, in GiB"
             )
             row = replace(row, memory_bytes=np.nan)
         found.append(row)
@@ -82,21 +93,21 @@ def possible_steps(
 
 
 def _memory(row: StepRow) -> float:
-    """Bytes of a device of a row, whatever its driver keeps; infinite if unknown."""
+    """Total memory of a row's device in bytes; infinite if unknown."""
     return find_device(row.cluster.device).memory_bytes or np.inf
 
 
 def adapt_steps(model: StepModel, runs: StepRuns, measured: np.ndarray) -> StepModel:
-    """Adapt a model to clusters of one's own from a few of their steps."""
+    """Adapt a model to clusters, given measured steps on them."""
     slopes = slopes_at(runs.simulate, model.table, len(runs.rows))
     return replace(model, table=slopes.linear(runs.contexts, measured).adapted())
 
 
 def left_out(slopes: Slopes, runs: StepRuns, measured: np.ndarray) -> np.ndarray:
-    """Errors on each step of a model that was adapted to the others.
+    """Compute the error on each step of a model adapted to all other steps.
 
     Args:
-        slopes: The simulator around the effects before.
+        slopes: The simulator linearised around the model's effects.
         runs: The steps.
         measured: Logarithms of their seconds, shape ``(n,)``.
 
@@ -113,32 +124,21 @@ def left_out(slopes: Slopes, runs: StepRuns, measured: np.ndarray) -> np.ndarray
     return errors
 
 
-#: Parts of a step, µs; they add up to ``latency_us``.
-PARTS = ("compute_us", "exposed_communication_us", "bubble_us", "host_us", "update_us")
-#: Ends of the 90 % interval of ``memory_bytes``.
-MEMORY_ENDS = ("memory_lo_bytes", "memory_hi_bytes")
-#: Columns of predictions: times in µs, bytes, and what was measured where the table says.
-COLUMNS = (
-    *("id", "latency_us", "lo_us", "hi_us", "memory_bytes", *MEMORY_ENDS, *PARTS),
-    *("known", "source", "device", "measured_us", "measured_memory_bytes", "reason"),
-)
-
-
-def _record(row: StepRow, said: StepPrediction, model: StepModel) -> dict[str, object]:
-    step, scale = said.step, row.share * 1e6
+def _record(row: StepRow, found: StepPrediction, model: StepModel) -> dict[str, object]:
+    step, scale = found.step, row.share * 1e6
     update = step.stages[step.worst].update.compute
     parts = (step.compute - update, step.exposed, step.bubble, step.host, update)
-    # Rounding of the bubble aside, the parts add up to the step.
+    # Rounding of the bubble; added to the computation, so that the parts add up.
     rest = step.total - sum(parts)
-    memory = interval_of(model.memory, row.framework, said.fit.worst.total)
+    memory = interval_of(model.memory, row.framework, found.fit.worst.total)
     return {
         "latency_us": step.total * scale,
-        "lo_us": said.interval.lo * scale,
-        "hi_us": said.interval.hi * scale,
+        "lo_us": found.interval.lo * scale,
+        "hi_us": found.interval.hi * scale,
         "memory_bytes": memory.value,
         **dict(zip(MEMORY_ENDS, memory[1:], strict=True)),
         **dict(zip(PARTS, (value * scale for value in (parts[0] + rest, *parts[1:])), strict=True)),
-        "known": said.known,
+        "known": found.known,
         "source": row.source,
         "device": row.cluster.device,
         "measured_us": row.measured_s * 1e6,
@@ -147,7 +147,7 @@ def _record(row: StepRow, said: StepPrediction, model: StepModel) -> dict[str, o
 
 
 def judge_memory(frame: pd.DataFrame) -> pd.DataFrame:
-    """Errors of peak memory by source and device, of rows that state it.
+    """Compute errors of measured peak memory by source and device.
 
     Args:
         frame: From :func:`evaluate_steps`.
@@ -159,11 +159,11 @@ def judge_memory(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def judge(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
-    """Errors of predictions whose answer is given.
+    """Compute errors of the predictions of measured steps.
 
     Args:
         frame: From :func:`evaluate_steps`.
-        table: The table, for the models and clusters that plans are compared within.
+        table: The table, whose models and clusters define the sets of plans to compare.
     """
     own = measured_rows(frame)
     by_group = own.groupby(["source", "device"], dropna=False).agg(**FIGURES).reset_index()
@@ -179,10 +179,6 @@ def judge(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
     return Judged(by_group, overall, plans)
 
 
-#: What plans of one model on one cluster have in common.
-SAME = ("source", "model", "device", "n_devices", "seq", "global_batch", "dtype")
-
-
 def evaluate_steps(
     table: pd.DataFrame,
     model: StepModel,
@@ -192,15 +188,18 @@ def evaluate_steps(
     show: Callable[[int, int], None] = lambda done, of: None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[pd.DataFrame, Judged, StepModel]:
-    """Predict every row of a table of steps, and judge those whose answer is given.
+    """Predict every row of a table of steps, and compute the errors of the measured ones.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives.
-        model: Of steps.
-        operators: Model of library operators; ``None`` for rooflines.
-        calibrate: Whether to adapt to the rows of ``calib_*`` splits that have a time.
-        show: Told of progress.
-        tell: Told of measured times that cannot be, which are neither learned from nor judged by.
+        table: Table from :func:`~opcast.predict.cluster.case_table.read_cases`.
+        model: Step model.
+        operators: Operator model; ``None`` for rooflines.
+        calibrate: Whether to adapt to the measured rows of ``calib_*`` splits.
+        show: Called with the progress.
+        tell: Called with a message for each impossible measurement, which is not used.
+
+    Returns:
+        The predictions, their errors, and the step model, adapted if ``calibrate`` is set.
     """
     read, reasons = read_rows(table, step_row)
     rows = possible_steps(read, tell)
@@ -213,19 +212,19 @@ def evaluate_steps(
         if not learn:
             raise DatasetError(
                 "no row to calibrate on",
-                hint="give rows a split that begins with calib, and step_s",
+                hint="give rows that have step_s a split that begins with calib",
             )
         model = adapt_steps(model, runs.part(learn), np.log([row.measured_s for row in learn]))
-    said = zip(runs.rows, runs.predict(model), strict=True)
     answers = (
-        answer if isinstance(answer, str) else _record(row, answer, model) for row, answer in said
+        answer if isinstance(answer, str) else _record(row, answer, model)
+        for row, answer in zip(runs.rows, runs.predict(model), strict=True)
     )
     frame = predicted_frame(table["id"], reasons, answers, COLUMNS)
     return frame, judge(frame[~known] if calibrate else frame, table), model
 
 
 def run_evaluate_steps(console: Console, settings: TableSettings) -> Judged:
-    """Predict every row of a table of steps; print the errors of those with a measured time."""
+    """Predict every row of a table of steps, and print the errors of the measured ones."""
     table = read_cases(settings.table, "steps")
     model = StepModel.find(settings.model)
     with counting("steps") as show:
@@ -254,16 +253,15 @@ def run_evaluate_steps(console: Console, settings: TableSettings) -> Judged:
 
 
 def run_calibrate_steps(console: Console, settings: TableSettings) -> StepModel:
-    """Adapt a model to the clusters of a table of one's own steps; print what was learned.
+    """Adapt a step model to the clusters of a table of measured steps, and print the effects.
 
     Raises:
         DatasetError: No step of the table has a time.
-        WorseModelError: The adapted model is worse on steps that it did not learn from.
+        WorseModelError: The adapted model is worse on held-out steps.
     """
     table = read_cases(settings.table, "steps")
-    if "source" not in table or table["source"].isna().any():
-        # Runs of one's own need no name: they are of one place.
-        table["source"] = table["source"].fillna(OWN) if "source" in table else OWN
+    # Rows without a source are taken to be of the same cluster.
+    table["source"] = table["source"].fillna(OWN) if "source" in table else OWN
     tell = partial(console.print, highlight=False, soft_wrap=True)
     read, reasons = read_rows(table, step_row)
     for name, reason in zip(table["id"], reasons, strict=True):
@@ -274,14 +272,14 @@ def run_calibrate_steps(console: Console, settings: TableSettings) -> StepModel:
     own = runs.rows
     if not own:
         raise DatasetError(
-            "no step to calibrate on", where=str(settings.table), hint="step_s holds seconds"
+            "no step to calibrate on", where=str(settings.table), hint="give step_s in seconds"
         )
     measured = np.log([row.measured_s for row in own])
     model = adapt_steps(base, runs, measured)
     after = _ratios(runs, model)
     errors = [100.0 * float(np.abs(ratios - 1.0).mean()) for ratios in (before, after)]
     for name, error in zip(("before", "after"), errors, strict=True):
-        tell(f"error of these {len(own)} steps {name}: {error:.1f} %")
+        tell(f"error of these {len(own)} steps {name} calibration: {error:.1f} %")
     for line in learned_lines(model, table):
         console.print(line, highlight=False)
     following = next_run(base, runs, measured)
@@ -293,14 +291,14 @@ def run_calibrate_steps(console: Console, settings: TableSettings) -> StepModel:
         unseen = mean_error(left_out(slopes, runs, measured))
         check_unseen(console, f"{len(own)} steps", mean_error(plain), unseen)
     model.save(settings.out)
-    wrote(settings.out, "use it with --steps of simulate, --model of evaluate --steps")
+    wrote(settings.out, "use it with simulate --steps or evaluate --steps --model")
     return model
 
 
 def _near(
     model: StepModel, rows: Sequence[StepRow | None], tell: Callable[[str], None]
 ) -> tuple[StepRuns, np.ndarray]:
-    """Steps whose measured times are near what a model predicts, and predicted over measured."""
+    """Steps whose times are plausible, and their ratios of predicted to measured time."""
     own = [row for row in rows if row is not None and np.isfinite(row.measured_s)]
     runs = StepRuns(own, load_step_model())
     ratios = _ratios(runs, model)
@@ -315,20 +313,19 @@ def _near(
 
 
 def _ratios(runs: StepRuns, model: StepModel) -> np.ndarray:
-    """Predicted over measured seconds of steps; NaN where one cannot be predicted."""
-    answers = zip(runs.predict(model), runs.rows, strict=True)
+    """Ratios of predicted to measured seconds of steps; NaN if one cannot be predicted."""
     return np.array(
         [
-            said.step.total * row.share / row.measured_s
-            if isinstance(said, StepPrediction)
+            found.step.total * row.share / row.measured_s
+            if isinstance(found, StepPrediction)
             else np.nan
-            for said, row in answers
+            for found, row in zip(runs.predict(model), runs.rows, strict=True)
         ]
     )
 
 
 def learned_lines(model: StepModel, table: pd.DataFrame) -> list[str]:
-    """What a calibration learned of each cluster, in words."""
+    """Describe the learned effects of each cluster."""
     lines = []
     for source in sorted({str(s).split("@")[0] for s in table.get("source", ())}):
         for key, value in sorted(model.table.values.items()):

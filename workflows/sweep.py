@@ -1,4 +1,4 @@
-"""``opcast sweep``: evaluates many parallel plans and prints the Pareto front."""
+"""Evaluate many parallel plans and print the Pareto front (``opcast sweep``)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SweepSettings(Settings, StepsBy):
     ] = ()
     grid: Annotated[
         str,
-        Option("Values of each axis, such as tp=4/8,recompute=none/full; or a YAML file."),
+        Option("Values of each axis, such as tp=4/8,recompute=none/full, or a YAML file."),
     ] = ""
     trials: Annotated[
         int, Option("Number of plans to search with Optuna; 0 evaluates all.", least=0)
@@ -56,7 +56,7 @@ class SweepSettings(Settings, StepsBy):
     ] = None
 
     def as_step(self, row: pd.Series) -> str:
-        """A row of the sweep as options of ``opcast simulate``, to be copied."""
+        """Format a row of the sweep as options of ``opcast simulate``, for copying."""
         from ..simulate.step.settings import sizes_of
 
         sizes = {**sizes_of(self.sizes), "batch": row["batch"]}
@@ -76,14 +76,14 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
 
     Args:
         console: Console to print to.
-        settings: The workload, the clusters, the plans and the folder, from which it resumes.
+        settings: The workload, the clusters, the plans, and the folder to resume from.
 
     Returns:
-        All evaluated plans, one row each, and a row for each cluster and batch without one.
+        A row for each evaluated plan, and for each cluster and batch without one.
 
     Raises:
-        DatasetError: The folder holds a sweep of another workload or model, or scaling is asked for
-            over clusters of one size.
+        DatasetError: The folder contains a sweep of another workload or model, or scaling is
+            requested for clusters of one size.
         OpcastError: A workload, cluster, axis or model is unknown, or the workers fail.
     """
     from ..common.progress import counting, wrote
@@ -103,7 +103,6 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     grid = parse_grid(settings.grid) if settings.grid else {}
     clusters, out = list(settings.clusters), settings.out
     known = [find_cluster(name) for name in clusters]
-    # Once for each device, since all plans on it share its description.
     specs = {own.device: cluster_device(own) for own in known}
     _check_asked(settings, {own.size for own in known}, {spec.name for spec in specs.values()})
     by = {f.name: getattr(settings, f.name) for f in fields(StepsBy)}
@@ -116,15 +115,14 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
             )
         else:
             rows = sweeps.grid(job, clusters, batches, grid, advance)
-    # After the first results: ``Sweep`` refuses a folder of another sweep before anything is
-    # overwritten.
+    # Only now, because ``Sweep`` first refuses a folder of another sweep.
     settings.save(out)
     plans, front = rows[rows["plan"] != ""], sweeps.pareto(rows)
     print_front(console, front, len(plans), int(rows["fits"].sum()), settings.top)
     if len(front):
         best, several = front.iloc[0], front["batch"].nunique() > 1
         what = "fastest for each sequence" if several else "fastest"
-        # The table breaks long plans, and this one is to be copied.
+        # Not wrapped, so that it can be copied.
         console.print(f"{what}: {settings.as_step(best)}", soft_wrap=True)
     if len(rows.groupby(["cluster", "batch"])) > 1:
         print_clusters(console, rows)
@@ -133,10 +131,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     failed = plans[plans["error"] != ""]
     if len(failed):
         one = failed.iloc[0]
-        console.print(
-            f"{len(failed)} could not be evaluated and were left out, such as {one['plan']}: "
-            f"{one['error']}"
-        )
+        console.print(f"{len(failed)} plans failed, such as {one['plan']}: {one['error']}")
     notes = [note for spec in specs.values() for note in generation_note(spec)]
     print_notes(console, list(dict.fromkeys([*notes, *front_notes(own, front)])))
     for line in reasons(rows[rows["error"] == ""]):
@@ -152,16 +147,16 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
 
 
 def _check_asked(settings: SweepSettings, sizes: Collection[int], devices: Collection[str]) -> None:
-    """Refuse what the clusters cannot answer, before hours of evaluation.
+    """Check scaling and prices against the clusters, before hours of evaluation.
 
     Args:
-        settings: Of the sweep.
+        settings: Settings of the sweep.
         sizes: Numbers of devices of its clusters.
         devices: Names of their devices.
 
     Raises:
-        DatasetError: Scaling is asked for over clusters of one size.
-        DeviceError: A device is priced that no cluster has.
+        DatasetError: Scaling is requested for clusters of one size.
+        DeviceError: A price is given for a device that no cluster has.
     """
     if settings.scaling is not None and len(sizes) < 2:
         raise DatasetError(
@@ -169,6 +164,6 @@ def _check_asked(settings: SweepSettings, sizes: Collection[int], devices: Colle
         )
     if idle := set(settings.prices) - {"", *devices}:
         raise DeviceError(
-            f"--price names {', '.join(sorted(idle))}, which no cluster has",
-            hint=f"price {' and '.join(sorted(devices))}",
+            f"--price is for {', '.join(sorted(idle))}, which no cluster has",
+            hint=f"give prices of {' and '.join(sorted(devices))}",
         )

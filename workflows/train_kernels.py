@@ -1,6 +1,7 @@
-"""Train a model on a dataset, print its metrics, and save and track it; search its parameters.
+"""Train, save and track a model of kernels, and search its hyperparameters.
 
-The dataset and the model decide on the trainer: of kernels and programs, of operators, of passes.
+The dataset and the model determine the trainer: for kernels and programs, for operators, or for
+memory-bound kernels of XLA.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> TrainResult:
-    """Train on kernels, print the metrics beside the noise, save, register and track."""
+    """Train on kernels, print the metrics beside the label noise, save, register and track."""
     from ..models.training.train import train_final
     from ..models.training_data.prepared import prepare
 
@@ -51,8 +52,8 @@ def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> Tr
         print_metrics(console, result.program_metrics, f"{model}, programs, split {split}")
     bundle = result.model
     if settings.final:
-        # Fitted to all rows, test rows included, with the parameters found above; the metrics saved
-        # with it come from the model that did not see the test rows.
+        # Fitted to all rows, including test rows; its metrics are those of the model above, which
+        # has not seen the test rows.
         bundle = train_final(
             prepared,
             model,
@@ -61,7 +62,6 @@ def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> Tr
             metrics={split: result.flat_metrics},
             **result.params,
         )
-        # The manifest keeps why an ensemble was chosen, or was not.
         kept = {k: v for k, v in result.model.info.items() if k == "ensemble_choice"}
         bundle.info.update(kept)
     console.print(f"trained in {result.seconds:.1f} s")
@@ -81,30 +81,33 @@ def _train_or_choose(
     threads: int,
     params: JsonMapping,
 ) -> tuple[TrainResult, str]:
-    """The training and the name of what was trained: an ensemble only if it beats its members."""
+    """Train a model; for ``ensemble``, choose it or its best member.
+
+    Returns:
+        The training, and the name of the model.
+    """
     from ..models.training.train import train
 
-    # An ensemble costs several trainings, so it is kept only if it beats every member.
     if model != "ensemble":
         return train(prepared, model, split, seed=seed, n_jobs=threads, **params), model
     from ..models.training.ensemble_choice import train_ensemble
 
     result, choice = train_ensemble(prepared, split, seed, threads, **params)
-    print_metrics(console, choice.table, "cross-validated on training rows, to choose by")
-    print_metrics(console, choice.test, "test part, not used to choose")
+    print_metrics(console, choice.table, "cross-validated on training rows, for the choice")
+    print_metrics(console, choice.test, "test part, not used for the choice")
     console.print(choice.sentence)
     return result, choice.winner
 
 
 def _run_of(result: TrainResult, folder: Path, model: str, settings: TrainSettings) -> RunLog:
-    """Collect what is logged of a training on kernels."""
+    """Collect the MLflow log of a training on kernels."""
     from ..models.tracking.mlflow_store import RunLog
     from ..models.tracking.plots import all_figures
 
     info, split = result.model.info, settings.split
     digest = info.get("dataset_hash")
     params = {
-        # Defaults, too: all of them are needed to repeat a run.
+        # Including defaults, so that the run can be repeated.
         **getattr(result.model.estimator, "settings", {}),
         "model": model,
         "split": split,
@@ -122,7 +125,6 @@ def _run_of(result: TrainResult, folder: Path, model: str, settings: TrainSettin
     if len(result.programs):
         tables["programs"] = result.programs
     return RunLog(
-        # A split may be a file.
         name=f"{model}-{Path(split).stem}",
         params=params,
         metrics={_metric_name(k): v for k, v in result.flat_metrics.items()}
@@ -136,7 +138,7 @@ def _run_of(result: TrainResult, folder: Path, model: str, settings: TrainSettin
 
 
 def _tracked_rows(result: TrainResult, split: str) -> pd.DataFrame:
-    """Collect predictions of the test part, kernels and programs."""
+    """Collect the predictions of the test part, of kernels and programs."""
     from ..models.tracking.mlflow_store import tidy
 
     kernels = tidy(result.predictions, split)
@@ -147,26 +149,25 @@ def _tracked_rows(result: TrainResult, split: str) -> pd.DataFrame:
 
 
 def _metric_name(name: str) -> str:
-    """Make a name that MLflow allows: letters, digits and ``_ - . / space :``."""
+    """Convert a name to what MLflow allows: letters, digits and ``_ - . / space :``."""
     return name.replace("=", ":")
 
 
 def run_train_passes(console: Console, dataset: Dataset, settings: TrainSettings) -> CostModel:
-    """Make the model of XLA's GPU kernels from published operators, print its errors, save it.
+    """Train the model of XLA's GPU kernels on published operators, print errors, and save it.
 
     Raises:
-        DatasetError: The dataset has no passes over memory, or not the devices to leave out.
+        DatasetError: The dataset has no memory-bound operators, or lacks an excluded device.
     """
     from ..common.tables_text import print_frame
     from ..models.gpu.memory_passes_fit import build_gpu_model, pass_rows
     from ..models.tracking.mlflow_store import RunLog
-    from .training import keep_model, log_training, without_devices
 
     if settings.exclude_device:
         dataset = without_devices(dataset, settings.exclude_device)
     rows, digest = pass_rows(dataset)
     about = {"rows": len(rows), "dataset_hash": digest}
-    # Each chip is left out in turn, since the model answers above all for GPUs without any rows.
+    # Errors with each chip left out, because most uses are on GPUs without measurements.
     model, fit = build_gpu_model(rows, dataset.devices, about, settings.seed)
     table = pd.DataFrame(
         [
@@ -200,7 +201,7 @@ def run_train_passes(console: Console, dataset: Dataset, settings: TrainSettings
 
 @dataclass(frozen=True)
 class Trainer:
-    """One way to train.
+    """A trainer.
 
     Attributes:
         subject: Description for messages.
@@ -221,19 +222,18 @@ def trainer_of(dataset: Dataset, model: str) -> Trainer:
     """
     from .train_operators import run_train_operators
 
-    # Each trainer ignores some settings; the command refuses those when they are given.
     every = frozenset(own.name for own in fields(TrainSettings)) - {"tables"}
     if not dataset.of_operators:
         return Trainer("training on kernels and programs", every - {"max_rows", "join"}, run_train)
     if model == "gpu-xla":
         spare = {"split", "threads", "final", "params", "max_rows", "join"}
         return Trainer("training gpu-xla on operators", every - spare, run_train_passes)
-    subject = "training on operators, whose tables hold the split in a column"
+    subject = "training on operators, whose split is a column of the tables"
     return Trainer(subject, every - {"split"}, run_train_operators)
 
 
 def run_tune(console: Console, settings: TuneSettings) -> Tuning:
-    """Search for hyperparameters, print the best and, once, their errors on the test part."""
+    """Search for hyperparameters, and print the best and their errors on the test part."""
     from ..common.progress import counting, wrote
     from ..common.tables_text import print_frame, print_metrics
     from ..features.dataset import Dataset
@@ -241,9 +241,8 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
     from ..models.training.tuning import require_optuna, tune, write_params
     from ..models.training_data.prepared import prepare
 
-    require_optuna()  # before the minutes that reading a large dataset takes
+    require_optuna()  # before reading the dataset, which may take minutes
     model, split = settings.model, settings.split
-    # Features are computed once and shared by all trials.
     prepared = prepare(Dataset.load(*settings.data))
     with (
         _parent(f"tune-{model}-{split}", settings.track) as parent,
@@ -252,7 +251,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
 
         def on_trial(trial: TrialRecord, finished: int) -> None:
             advance(finished, settings.trials)
-            # As they finish, so that an interrupted search leaves its trials in MLflow.
+            # Logged as they finish, so that an interrupted search keeps them.
             if parent is not None:
                 _log_trial(parent, trial)
 
@@ -273,7 +272,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
             _log_search(parent, tuning, settings, prepared.dataset_hash)
     print_frame(console, tuning.table(), f"{model}: best of {len(tuning.trials)} trials")
     console.print(_verdict(tuning))
-    # The test part is used here for the first time, once, with the parameters already chosen.
+    # The first and only use of the test part, after the choice.
     result = train(
         prepared, model, split, seed=settings.seed, n_jobs=settings.threads, **tuning.best
     )
@@ -289,8 +288,8 @@ def _verdict(tuning: Tuning) -> str:
     figure = tuning.objective.replace("_", " ")
     if not tuning.best:
         return (
-            f"no trial beats the defaults ({figure} {tuning.default_error:.4f}, cross-validated on "
-            "training rows): they are kept"
+            f"keeping the defaults, which no trial beats ({figure} {tuning.default_error:.4f}, "
+            "cross-validated on training rows)"
         )
     chosen = " ".join(
         f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in tuning.best.items()
@@ -303,7 +302,7 @@ def _verdict(tuning: Tuning) -> str:
 
 @contextmanager
 def _parent(name: str, track: bool) -> Iterator[ParentRun | None]:
-    """Open the parent run of the trials; ``None`` without MLflow or ``track``."""
+    """Open the parent run of the trials; yields ``None`` without MLflow or ``track``."""
     if track and find_spec("mlflow") is not None:
         from ..models.tracking.mlflow_store import parent_run
 

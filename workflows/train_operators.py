@@ -1,4 +1,4 @@
-"""Commands for library operators: import of tables, training, evaluation, calibration."""
+"""Import tables of library operators, and train and evaluate operator models on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.progress import wrote
 from ..common.tables_text import in_percent
-from .training import excluded_names
+from .training import excluded_names, keep_model, log_training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from ..models.tracking.mlflow_store import RunLog
     from .settings import TableSettings, TrainSettings
 
-#: Splits of a published table that a model learns from if it is to be tested on the others.
+#: Splits of published tables for training; the others are for testing.
 TRAINING = ("train",)
-#: Families whose tables have so few layers that layers held out of a fit make intervals too narrow:
-#: they take their intervals from the test rows, which have other layers.
+#: Families with so few layers that intervals from held-out layers are too narrow; they are
+#: calibrated on the test rows, which have other layers.
 RECALIBRATED = frozenset(("layer/product",))
 
 
 def run_import(folder: Path, out: Path, devices: Sequence[str] = ()) -> None:
-    """Import published tables and report how many rows there are.
+    """Import published tables and print the number of rows.
 
     Args:
         folder: Folder with tables, or a table.
         out: Dataset folder.
-        devices: Files of devices of the tables that are not in the catalogue.
+        devices: Files of devices that are not in the catalogue.
     """
     from ..datagen.published.importer import import_published
 
     imported = import_published(folder, out, show=True, described=described_devices(devices))
-    kept = f", {imported.kept} shards were there" if imported.kept else ""
+    kept = f", {imported.kept} shards already existed" if imported.kept else ""
     wrote(
         out,
         f"{imported.rows} samples of {len(imported.devices)} devices, {imported.skipped} rows "
@@ -51,13 +51,13 @@ def run_import(folder: Path, out: Path, devices: Sequence[str] = ()) -> None:
 
 
 def described_devices(devices: Sequence[str]) -> dict[str, DeviceSpec]:
-    """Devices by name, of files or of the catalogue.
+    """Load devices by file or name; return them by name.
 
     Args:
         devices: Device files or names.
 
     Raises:
-        DeviceError: A file is missing or wrong, or a name is unknown.
+        DeviceError: A file is missing or invalid, or a name is unknown.
     """
     from ..predict.devices import resolve_device
 
@@ -69,7 +69,7 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
     """Train on the training rows, test on the others, save, register and track.
 
     Raises:
-        DatasetError: No row is left to learn from, or a device is not in the dataset.
+        DatasetError: There are no training rows, or an excluded device is not in the dataset.
     """
     from ..models.operators import rows_of_dataset
 
@@ -77,10 +77,11 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
 
 
 def run_train_blocks(console: Console, settings: TrainSettings) -> OpModel:
-    """Train on the kernel pack's tables of attention, experts and layers as on operators.
+    """Train an operator model on tables of attention, experts and layers.
 
     Raises:
-        DatasetError: There is no such table, no row is left, or a device is not in the tables.
+        DatasetError: There is no such table, there are no training rows, or an excluded device is
+            not in the tables.
     """
     import hashlib
 
@@ -109,22 +110,21 @@ def _train(
     content: str,
     settings: TrainSettings,
 ) -> OpModel:
-    """Train on rows of operators; ``content`` is the digest of where they are from."""
+    """Train on rows of operators; ``content`` is the digest of their tables."""
     from ..common.tables_text import print_frame
     from ..models.operators import OpModel
     from ..models.operators.model import default_settings
     from ..models.operators.report import left_out_table, predictions, settings_of, summary
-    from .training import keep_model, log_training
 
     model, exclude, seed = settings.model, settings.exclude_device, settings.seed
     outside = rows["device"].isin(excluded_names(exclude, rows["device"], devices)).to_numpy(bool)
     learn = ~outside & rows["split"].isin(TRAINING).to_numpy()
-    # Packs may hold calibration and test splits only.
+    # Some packs have only calibration and test splits.
     if not learn.any():
         splits = ", ".join(sorted({str(s) or "none" for s in rows["split"][~outside]})) or "none"
         raise DatasetError(
-            f"no row is left to train on: those that are not left out have the splits {splits}",
-            hint=f"rows to learn from have the split {' or '.join(TRAINING)}",
+            f"no row to train on: the rows that are not excluded have the splits {splits}",
+            hint=f"training rows have the split {' or '.join(TRAINING)}",
         )
     options = default_settings(model, settings.threads, seed, settings.max_rows, **settings.params)
 
@@ -133,23 +133,23 @@ def _train(
             console.print(f"{key}: {seconds:.0f} s", highlight=False)
 
         fitted = OpModel().fit(rows[mask], devices, options, tell)
-        # It is tested on the devices that are left out, which may be in no catalogue.
+        # For testing on excluded devices, which may not be in the catalogue.
         fitted.described = dict(devices)
         return fitted
 
     model_bundle = fit(learn)
     table = predictions(model_bundle, rows[~learn])
-    # Before a final fit, whose rows leave nothing to test on.
+    # Before a final fit, which leaves no rows to test on.
     metrics, left_out = summary(table), left_out_table(model_bundle)
     by_family = summary(table, ("split", "key"))
     if len(metrics):
-        title = f"{model}: rows that it did not learn from, errors in %"
+        title = f"{model}: held-out rows, errors in %"
         print_frame(console, in_percent(metrics), title)
         print_frame(console, in_percent(by_family), f"{model}: the same by family")
     else:
         console.print(
-            f"no rows to judge the model on: all {int(learn.sum())} are learned from; give some "
-            f"another split than {' or '.join(TRAINING)}, such as test",
+            f"no rows to test the model on: all {int(learn.sum())} are training rows; give some "
+            f"rows a split other than {' or '.join(TRAINING)}, such as test",
             highlight=False,
         )
     if len(left_out):
@@ -172,7 +172,7 @@ def _train(
         "estimator": model,
         "seed": seed,
         "metrics": metrics.to_dict("records"),
-        # A final model has seen every row, so its metrics come from its twin.
+        # A final model has seen every row.
         "metrics_of": "the same settings, fitted to the rows of split train alone",
     }
     if settings.join is not None:
@@ -180,7 +180,7 @@ def _train(
         from ..predict.locate import find_model
 
         path = find_model(settings.join)
-        # Families that are replaced need not be readable: their features may have changed.
+        # Replaced families may be unreadable, because their features may have changed.
         known = read_manifest(path).get("families", {})
         kept = [key for key in known if key not in model_bundle.families]
         model_bundle = OpModel.load(path, only=kept).joined(model_bundle)
@@ -195,7 +195,7 @@ def _train(
             "exclude_device": ",".join(exclude),
             "max_rows": settings.max_rows,
             "join": settings.join or "",
-            # Of families that name none of their own.
+            # Defaults of families without settings of their own.
             **{f"known_{name}": value for name, value in own.known.items()},
             **{f"general_{name}": value for name, value in own.general.items()},
         }
@@ -212,7 +212,7 @@ def _run_of(
     judged: pd.DataFrame,
     folder: Path,
 ) -> RunLog:
-    """Collect what is logged of a training on operators."""
+    """Collect the MLflow log of a training on operators."""
     from ..models.operators.report import flat
     from ..models.tracking.mlflow_store import RunLog, tidy
     from ..models.training_data.metrics import summary
@@ -223,7 +223,7 @@ def _run_of(
     return RunLog(
         f"operators-{model}",
         settings,
-        # Figures of all rows first, under the names that runs of kernels use.
+        # Figures of all rows, with the same names as in runs on kernels, then figures of parts.
         {**whole, **{f"parts/{name}": value for name, value in flat(metrics).items()}},
         tables={"metrics": metrics} if len(metrics) else {},
         predictions=tidy(judged, level="op"),
@@ -232,10 +232,10 @@ def _run_of(
 
 
 def run_evaluate(console: Console, settings: TableSettings) -> None:
-    """Predict every row of a folder of published tables; print the errors of those with a latency.
+    """Predict every row of published tables, and print the errors of the measured ones.
 
-    Finished pieces of long tables are kept beside the output until it is written, so that the same
-    command goes on after it was stopped.
+    Finished pieces of long tables are stored beside the output until it is written, so that a
+    stopped evaluation can be resumed.
 
     Args:
         console: Console to print to.
@@ -254,11 +254,10 @@ def run_evaluate(console: Console, settings: TableSettings) -> None:
     model = OpModel.load(find_model(name))
     model.described = described_devices(settings.devices)
     learned = _learned(model) if settings.model != "default" else ""
-    # Predicting takes minutes; a missing folder should not lose the result.
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     kept = settings.parts()
     if kept.is_dir():
-        console.print(f"{kept}: an evaluation that did not end goes on", highlight=False)
+        console.print(f"{kept}: resuming an earlier evaluation", highlight=False)
     with counting("predicting rows") as progress:
         described = str(sorted(model.described.items()))
         identity = (__version__, model_hash(name), model_hash(BLOCK_MODEL), described)
@@ -278,24 +277,19 @@ def run_evaluate(console: Console, settings: TableSettings) -> None:
         console.print(note, highlight=False)
     summary = predicted.summary()
     if len(summary):
-        print_frame(console, in_percent(summary), "rows whose latency is given, errors in %")
+        print_frame(console, in_percent(summary), "measured rows, errors in %")
         if learned:
             console.print(f"note: {settings.model} {learned}", highlight=False)
     wrote(settings.out, f"{len(predicted.frame)} rows")
 
 
 def _learned(model: OpModel) -> str:
-    """A note on a model's training rows, beside errors on rows that may be among them, or empty."""
+    """Note that the evaluated rows may be among a model's training rows; empty if unknown."""
     splits, info = model.info.get("splits"), model.info
     if not splits or "rows" not in info:
         return ""
-    named = "all splits" if splits == "all" else f"split {', '.join(map(str, _listed(splits)))}"
+    named = splits if isinstance(splits, list) else [splits]
     return (
-        f"learned from {info['rows']} rows of {named} of its own data (dataset "
-        f"{info.get('dataset_hash', 'not named')}): errors of rows here that are among them are "
-        "no test of it"
+        f"was trained on {info['rows']} rows of split {', '.join(map(str, named))} of its dataset "
+        f"({info.get('dataset_hash', 'unnamed')}); errors on those rows do not test it"
     )
-
-
-def _listed(value: object) -> list[object]:
-    return list(value) if isinstance(value, list) else [value]

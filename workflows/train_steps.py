@@ -1,4 +1,4 @@
-"""Learn a model of training steps from a table of measured ones, and what it is worth."""
+"""Train a model of training steps on tables of measured steps, with cross-validated errors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from ..models.operators import OpModel
     from .settings import TableSettings
 
-#: Rows of a source on a device that effects are learned from; more of one source tell little new.
+#: Maximum training rows of a source on a device; more of the same source add little information.
 MOST_ROWS = 200
-#: Tasks of a pipeline that are placed one by one while learning: long ones are extrapolated from
+#: Pipeline tasks that are simulated exactly during training; longer pipelines are extrapolated from
 #: four rounds, which changes a step by less than 0.5 %.
 PLACED = 256
-#: Runs of a cluster from which its intervals have ends of their own.
+#: Minimum runs of a cluster for interval bounds of its own.
 LEAST_RUNS = 60
-#: Sources, numbers of runs and draws of the figures on adapting to a cluster.
+#: Number of sources, numbers of runs, and random draws of the calibration curves.
 CURVES = 3
 RUNS = (0, 5, 10, 20)
 DRAWS = 5
@@ -53,12 +53,12 @@ Tell = Callable[[str], None]
 
 
 def group_error(logs: np.ndarray, groups: np.ndarray, figure: str = "mean") -> float:
-    """Mean over groups of the ``mean`` or ``median`` relative error of each.
+    """Mean over groups of the ``mean`` or ``median`` absolute relative error.
 
     Args:
         logs: Logarithms of measured over predicted seconds.
-        groups: Group of each.
-        figure: Of a group.
+        groups: Group of each row.
+        figure: Figure of a group.
     """
     return float(pd.Series(np.abs(np.expm1(-logs))).groupby(groups).agg(figure).mean())
 
@@ -66,27 +66,27 @@ def group_error(logs: np.ndarray, groups: np.ndarray, figure: str = "mean") -> f
 def train_steps(
     table: pd.DataFrame, operators: OpModel | None, tell: Tell, seed: int = 0
 ) -> tuple[StepModel, StudyFigures]:
-    """Learn a model of steps, with errors on rows, clusters, sources and chips left out.
+    """Train a step model, and compute its errors on held-out rows, clusters, sources and chips.
 
     Args:
-        table: Measured steps, as :func:`~opcast.predict.cluster.case_table.read_cases` gives.
-        operators: Model of library operators; ``None`` for rooflines.
-        tell: Told of progress.
-        seed: Of draws.
+        table: Measured steps, from :func:`~opcast.predict.cluster.case_table.read_cases`.
+        operators: Operator model; ``None`` for rooflines.
+        tell: Called with progress messages.
+        seed: Random seed.
 
     Returns:
-        The model, and the figures of what was left out.
+        The model and the held-out errors.
 
     Raises:
-        DatasetError: No row has a measured time and can be expressed.
+        DatasetError: No row has a measured time and can be predicted.
     """
     read = possible_steps(read_rows(table, step_row)[0], tell)
     rows = [row for row in read if row is not None and np.isfinite(row.measured_s)]
     if not rows:
         raise DatasetError(
-            "no row with a measured step can be predicted", hint="step_s holds seconds"
+            "no row with a measured step can be predicted", hint="give step_s in seconds"
         )
-    tell(f"{len(rows)} measured steps; asking for their operators")
+    tell(f"{len(rows)} measured steps; predicting their operators")
     runs = StepRuns(rows, operators)
     measured = np.log([row.measured_s for row in rows])
     groups = np.array([context.cluster for context in runs.contexts])
@@ -94,7 +94,7 @@ def train_steps(
     runs.most_tasks = PLACED
     part = runs.part([rows[i] for i in chosen])
     effects = fit_effects(part.contexts, measured[chosen], groups[chosen], part.simulate, tell)
-    tell("slopes of all rows")
+    tell("computing slopes of all rows")
     slopes = slopes_at(runs.simulate, effects, len(rows))
     study = _Study(runs, measured, groups, slopes, seed)
     model = StepModel(effects)
@@ -118,13 +118,13 @@ def train_steps(
 
 @dataclass(frozen=True)
 class StudyFigures:
-    """What was found with rows left out.
+    """Errors on held-out rows.
 
     Attributes:
-        left: For every row its ``id``, ``group``, the seconds ``measured``, its logarithmic error
-            when left out in each way, and under the same name with ``_inside`` whether an interval
-            held it that knew nothing of its source and device.
-        curve: Error of left-out sources against the number of their runs adapted to.
+        left: For every row ``id``, ``group``, ``measured`` seconds, the logarithmic error for each
+            way of holding out, and in ``<way>_inside`` whether an interval calibrated on other
+            sources and devices covers it.
+        curve: Error on held-out sources by number of their runs used for calibration.
         gains: Error without the effects of each class of cost.
     """
 
@@ -134,12 +134,12 @@ class StudyFigures:
 
 
 class _LeftOut(NamedTuple):
-    """Rows predicted by effects that did not learn from them, shape ``(n,)`` each.
+    """Rows predicted by effects fitted without them; arrays of shape ``(n,)``.
 
     Attributes:
-        error: Logarithms of measured over predicted seconds; NaN where nothing was predicted.
-        spread: Deviations of the predictions' logarithms by those of the effects.
-        known: What is known of each, as :func:`~opcast.models.steps.model.calibrated_as` says.
+        error: Logarithms of measured over predicted seconds; NaN if not predicted.
+        spread: Standard deviations of the logarithms of the predictions due to the effects.
+        known: Key of the interval, from :func:`~opcast.models.steps.model.calibrated_as`.
     """
 
     error: np.ndarray
@@ -148,12 +148,12 @@ class _LeftOut(NamedTuple):
 
     @property
     def score(self) -> np.ndarray:
-        """Errors in deviations."""
+        """Standardised errors."""
         return np.asarray(self.error / self.spread)
 
 
 class _Study:
-    """Errors of steps that were left out, by the linear model around the fitted effects."""
+    """Held-out errors of steps, by the model linearised around the fitted effects."""
 
     def __init__(
         self,
@@ -170,15 +170,15 @@ class _Study:
     def _without(
         self, key: np.ndarray, without: str = ""
     ) -> Iterator[tuple[np.ndarray, np.ndarray, EffectTable]]:
-        """Leave out the rows of each value of a key in turn.
+        """Hold out the rows of each value of a key in turn.
 
         Args:
-            key: Of every row.
-            without: A class of cost that gets no effects.
+            key: Value of every row.
+            without: Class of cost without effects; empty for none.
 
         Yields:
-            Indices of the rows left out, their logarithms of measured over predicted seconds, and
-            the effects, which the others taught. Nothing where no others are.
+            Indices of the held-out rows, their logarithms of measured over predicted seconds, and
+            the effects fitted to the other rows. Values that all rows share are skipped.
         """
         for value in np.unique(key):
             judge = key == value
@@ -187,11 +187,11 @@ class _Study:
             table = self.linear.solve(~judge, group_weights(self.groups[~judge]), without)
             at = np.flatnonzero(judge)
             whole = [table.log_factors(self.runs.contexts[i])[WHOLE] for i in at]
-            said = self.runs.simulate([int(i) for i in at], table, {}) + np.array(whole)
-            yield at, self.measured[at] - said, table
+            predicted = self.runs.simulate([int(i) for i in at], table, {}) + np.array(whole)
+            yield at, self.measured[at] - predicted, table
 
     def left_out(self, tell: Tell) -> dict[str, _LeftOut]:
-        """Errors with rows, clusters, sources and generations of chips left out, by the last."""
+        """Errors by what is held out: rows, clusters, sources, chips, chip generations."""
         contexts = self.runs.contexts
         keys = {
             "row": self.folds,
@@ -219,15 +219,15 @@ class _Study:
         return found
 
     def gains(self, tell: Tell) -> pd.DataFrame:
-        """What the effects of each class of cost gain: the error without them.
+        """Ablation: the error without the effects of each class of cost.
 
         Returns:
-            ``without``, and the mean error over groups with rows (``row``) and with clusters
-            (``cluster``) left out.
+            ``without``, and the mean error over groups with rows (``row``) and clusters
+            (``cluster``) held out.
         """
         found = []
         for cost in ("", *LEARNED, WHOLE):
-            tell(f"leaving out the effects on {cost or 'nothing'}")
+            tell(f"fitting without effects on {cost}" if cost else "fitting with all effects")
             record: dict[str, object] = {"without": cost or "–"}
             for name, key in (("row", self.folds), ("cluster", self.groups)):
                 error = np.full(len(key), np.nan)
@@ -238,19 +238,19 @@ class _Study:
         return pd.DataFrame(found)
 
     def calibration(self, tell: Tell) -> pd.DataFrame:
-        """Error of the sources with most runs, left out, against the number of runs adapted to.
+        """Error on the largest sources, held out, by number of their runs used for calibration.
 
         Returns:
-            ``source``, ``runs``, ``mape``: mean over :data:`DRAWS` draws of the runs, of the error
-            of the source's other runs, each cluster counting the same; and ``chosen``: the same of
-            as many runs that tell most of all.
+            ``source``, ``runs``, ``mape``, the mean over :data:`DRAWS` random draws of the runs of
+            the error on the source's other runs (mean over clusters), and ``chosen``, the same for
+            the most informative runs.
         """
         sources = np.array([row.source for row in self.runs.rows])
         names, counts = np.unique(sources, return_counts=True)
         largest = names[np.argsort(-counts)][:CURVES]
         found = []
         for name in largest if len(names) > 1 else ():
-            tell(f"adapting to runs of {name}, left out")
+            tell(f"adapting to runs of {name}, held out")
             own, others = np.flatnonzero(sources == name), sources != name
             table = self.linear.solve(others, group_weights(self.groups[others]))
             level = self.runs.simulate([int(i) for i in own], table, {})
@@ -278,7 +278,7 @@ class _Study:
         contexts: Sequence[StepContext],
         learn: np.ndarray,
     ) -> float:
-        """Error of the runs of a source but those to adapt to."""
+        """Error on the runs of a source that are not used for calibration."""
         rest = np.setdiff1d(np.arange(len(own)), learn)
         table = slopes.table
         if len(learn):
@@ -289,10 +289,10 @@ class _Study:
         return group_error(judged[rest], self.groups[own[rest]])
 
     def inside(self, left: Mapping[str, _LeftOut]) -> dict[str, np.ndarray]:
-        """Whether intervals from other groups' errors hold a group's rows, by what was left out.
+        """Whether intervals calibrated on other groups cover each row, by what was held out.
 
         Returns:
-            1 or 0 for every row; NaN where it was not predicted.
+            1 or 0 for every row; NaN if it was not predicted.
         """
         found = {name: np.full(len(self.groups), np.nan) for name in left}
         for group in np.unique(self.groups):
@@ -305,7 +305,7 @@ class _Study:
         return found
 
     def ends(self, left: Mapping[str, _LeftOut]) -> dict[str, tuple[float, float]]:
-        """Ends of the intervals in deviations, from the rows that were predicted so."""
+        """Bounds of the intervals in standard deviations, from the standardised errors."""
         found = Calibrator(interval_ends(self._scores(left, np.ones(len(self.groups), bool))))
         for name, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
             if count >= LEAST_RUNS:
@@ -315,7 +315,7 @@ class _Study:
     def _scores(
         self, left: Mapping[str, _LeftOut], which: np.ndarray
     ) -> dict[str, list[tuple[str, float]]]:
-        """Group and error in deviations of some rows, as :func:`interval_ends` takes them."""
+        """Group and standardised error of the selected rows, for :func:`interval_ends`."""
         scores: dict[str, list[tuple[str, float]]] = {}
         for own in left.values():
             score = own.score
@@ -325,23 +325,22 @@ class _Study:
 
 
 def run_train_steps(console: Console, settings: TableSettings) -> StepModel:
-    """Learn from tables of steps, print errors of what was left out, save and track."""
+    """Train on tables of steps, print held-out errors, save and track."""
     table = read_cases(settings.tables, "steps")
-
     tell = partial(console.print, highlight=False)
     model, study = train_steps(table, load_step_model(), tell, settings.seed)
     left, curve = study.left, study.curve
     figures = left_out_figures(left)
-    print_frame(console, in_percent(figures), "measured steps that were left out, errors in %")
+    print_frame(console, in_percent(figures), "held-out steps, errors in %")
     groups = percent(left_out_groups(left), ["group", "rows"])
-    print_frame(console, groups, "of each source and device: error and share inside, in %")
-    title = "error in % without the effects of a class, rows and clusters left out"
+    print_frame(console, groups, "by source and device: error and coverage in %")
+    title = "error in % without the effects of a class, rows and clusters held out"
     print_frame(console, percent(study.gains, ["without"]), title)
     if len(curve):
         each = curve.rename(columns={"mape": "random"}).melt(["source", "runs"], var_name="choice")
         wide = each.pivot(index=["source", "choice"], columns="runs", values="value").reset_index()
         wide.columns = wide.columns.astype(str)
-        title = "error in % of sources left out, by number of their runs adapted to"
+        title = "error in % on held-out sources, by number of their runs used for calibration"
         print_frame(console, percent(wide, ["source", "choice"]), title)
     errors = figures.melt("left_out", ["mape", "median_ape"])
     keep_left_out(settings.left_out, left.assign(metric="step"), ways_of(left))
@@ -350,14 +349,14 @@ def run_train_steps(console: Console, settings: TableSettings) -> StepModel:
 
 
 def left_out_groups(left: pd.DataFrame) -> pd.DataFrame:
-    """Error and share inside the interval of each source and device that was left out.
+    """Held-out error and coverage by source and device.
 
     Args:
         left: From :func:`train_steps`.
 
     Returns:
-        ``group``, ``rows``, and by what was left out (its cluster, and its chip everywhere) the
-        mean error and the share inside.
+        ``group``, ``rows``, and with the cluster and with the chip held out, the mean error and the
+        coverage.
     """
     records = []
     for name, own in left.groupby("group"):
@@ -370,12 +369,12 @@ def left_out_groups(left: pd.DataFrame) -> pd.DataFrame:
 
 
 def ways_of(left: pd.DataFrame) -> list[str]:
-    """Ways of leaving out of :func:`train_steps`: its columns of errors."""
+    """Ways of holding out in :func:`train_steps`, which are its columns of errors."""
     return [name.removesuffix("_inside") for name in left.columns if name.endswith("_inside")]
 
 
 def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
-    """Mean over groups of the error, and of the share inside, with rows, clusters … left out.
+    """Mean over groups of the error and coverage, by what is held out.
 
     Args:
         left: From :func:`train_steps`.

@@ -1,4 +1,4 @@
-"""Shared by all trainers: keeping a model, logging a run, excluding devices."""
+"""Functions shared by all trainers: saving models, logging runs, excluding devices."""
 
 from __future__ import annotations
 
@@ -27,36 +27,34 @@ logger = logging.getLogger(__name__)
 
 
 def keep_model(model: ModelBundle, settings: TrainSettings, name: str) -> Path:
-    """Save a trained model to the requested folders, and report where.
+    """Save a trained model and its settings to the requested folders.
 
     Args:
         model: The trained model.
-        settings: The folder and the name to register it under, if any; saved beside it.
-        name: Name of its folder in ``models-out`` if neither is given.
+        settings: Settings with the output folder and the name to register, if any.
+        name: Name of the folder in ``models-out`` if neither is given.
 
     Returns:
-        The folder; if the model was also registered, the one given with ``--out``.
+        The folder of ``--out`` if it is given, else that of the registered model or the default.
     """
     from ..predict.locate import registered
 
     folders = [settings.out] if settings.out is not None else []
     if settings.register:
         folders.append(registered() / settings.register)
-    # A trained model is never discarded, even if no folder was named.
     folders = folders or [Path("models-out") / name]
     for folder in folders:
         model.save(folder)
-        # Beside the model: with the dataset's hash in the manifest, the training can be repeated.
         settings.save(folder)
         wrote(folder, f"model; predict with it: --model {folder}")
     return folders[0]
 
 
 def require_tracking(register: str | None) -> None:
-    """Fail before a training, not after it, if its model cannot be registered.
+    """Check before a training that its model can be registered.
 
     Raises:
-        ModelError: MLflow is not installed, and a model is to be registered in it.
+        ModelError: A model is to be registered in MLflow, which is not installed.
     """
     if register and find_spec("mlflow") is None:
         raise ModelError(
@@ -66,7 +64,7 @@ def require_tracking(register: str | None) -> None:
 
 
 def log_training(console: Console, run: RunLog, register: str | None) -> None:
-    """Log a training to MLflow; a failure is only a warning.
+    """Log a training to MLflow, with a warning if that fails.
 
     Raises:
         ModelError: Logging failed, and the model was to be registered in MLflow.
@@ -78,14 +76,14 @@ def log_training(console: Console, run: RunLog, register: str | None) -> None:
     except ModelError as error:
         if register:
             raise
-        # The model is saved by now; hours of training must not end in an error for want of a log.
+        # The model has been saved, so a missing log is not an error.
         logger.warning("not tracked: %s", error)
         return
     console.print(f"logged to MLflow as {run_id}; see it with: opcast ui")
 
 
 def digests(*paths: Path) -> dict[str, str]:
-    """Digest of each table, or folder of tables, that a run learned from, for :class:`RunLog`."""
+    """Digests of tables, or folders of tables, for :class:`RunLog`."""
     return {str(path): _digest(path) for path in paths}
 
 
@@ -94,7 +92,7 @@ def _digest(path: Path) -> str:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
         digest.update(str(file.relative_to(path)).encode() + file.read_bytes())
-    # As many digits as Dataset.hash has.
+    # As long as Dataset.hash.
     return digest.hexdigest()[:16]
 
 
@@ -107,7 +105,7 @@ def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:
 
     Raises:
         DatasetError: A device is not in the dataset.
-        DeviceError: There is no device of a name.
+        DeviceError: A name is unknown.
     """
     names = excluded_names(exclude, dataset.frame["device"].unique(), dataset.devices)
     return dataset.select(~dataset.frame["device"].isin(names))
@@ -116,16 +114,16 @@ def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:
 def excluded_names(
     exclude: Sequence[str], present: Iterable[str], described: Mapping[str, DeviceSpec]
 ) -> list[str]:
-    """Names that rows have of the devices to leave out.
+    """Resolve the devices to exclude to the names that the rows use.
 
     Args:
-        exclude: Names, also aliases and short ones, or device files.
-        present: Names that the rows have.
-        described: Devices that come with the rows, by name.
+        exclude: Names, aliases or device files.
+        present: Names in the rows.
+        described: Devices described by the dataset, by name.
 
     Raises:
         DatasetError: A device has no rows.
-        DeviceError: A name is neither of a device of the rows nor in the catalogue.
+        DeviceError: A name is unknown to the dataset and the catalogue.
     """
     from ..features.devices.catalogue import choose_described
 

@@ -141,5 +141,5 @@ def test_training_an_ensemble_says_what_was_kept(data: Path, tmp_path: Path) -> 
     assert choice["winner"] == kept.name
     verdict = "kept the ensemble" if kept.name == "ensemble" else "saves its member"
     assert verdict in text
-    assert "cross-validated on training rows, to choose by" in text
-    assert "test part, not used to choose" in text
+    assert "cross-validated on training rows, for the choice" in text
+    assert "test part, not used for the choice" in text

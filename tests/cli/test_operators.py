@@ -80,7 +80,7 @@ def test_import_tells_what_it_wrote(folder: Path, tmp_path: Path) -> None:
     first = _run("data", "import", "published", folder, "--out", tmp_path / "d")
     assert "4200 samples of 3 devices" in first.output
     again = _run("data", "import", "published", folder, "--out", tmp_path / "d")
-    assert "1 shards were there" in again.output
+    assert "1 shards already existed" in again.output
 
 
 def test_import_knows_only_published_tables(folder: Path, tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_evaluate_predicts_every_row(folder: Path, model: Path, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     # Four fifths of the rows of two devices, which the table has as well.
     said = " ".join(result.output.split())
-    assert f"note: {model} learned from 2240 rows of split train of its own data" in said
-    assert "errors of rows here that are among them are no test of it" in said
+    assert f"note: {model} was trained on 2240 rows of split train of its dataset" in said
+    assert "errors on those rows do not test it" in said
     found = pd.read_parquet(out)
     table = pd.read_parquet(folder / "ops_tc.parquet")
     assert list(found.columns) == ["id", "latency_us", "lo_us", "hi_us"]
@@ -322,7 +322,7 @@ def test_training_on_rows_that_leave_none_to_judge_says_so(small: Path, tmp_path
     Dataset(data.frame.assign(split="train"), data.runs).save(tmp_path / "d")
     result = _run("train", "--data", tmp_path / "d", "--model", "ridge", "--max-rows", 300,
                   "--out", tmp_path / "m", "--no-track")  # fmt: skip
-    assert "no rows to judge the model on" in result.output and "such as test" in result.output
+    assert "no rows to test the model on" in result.output and "such as test" in result.output
     assert "the same by family" not in result.output
 
 

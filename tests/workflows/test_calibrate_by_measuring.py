@@ -84,7 +84,7 @@ def test_what_is_worse_than_before_is_not_saved(twice_as_slow, tmp_path):
     assert not (tmp_path / "m").exists()
     # Without a file to write it is said, and nothing is refused.
     result = run(*words)
-    assert result.exit_code == 0 and "each left out of what is learned" in result.output
+    assert result.exit_code == 0 and "each held out of the calibration" in result.output
 
 
 def test_errors_of_programs_are_of_those_that_were_not_learned():
@@ -163,7 +163,7 @@ def test_a_short_budget_measures_on_this_machine(tmp_path, monkeypatch):
 
 def test_only_the_device_at_hand_can_be_measured():
     model = CostModel.load(find_model("default"))
-    with pytest.raises(DeviceError, match="not the device at hand"):
+    with pytest.raises(DeviceError, match="not this machine's device"):
         local_device("h100-sxm", model)
 
 

@@ -22,4 +22,4 @@ def test_a_run_far_beyond_its_kernels_is_told(total_us: float, said: bool) -> No
     found = CheckResult("p", prediction, total_us, 0.9 * total_us, 1.1 * total_us, (kernel,))
     screen = io.StringIO()
     print_check(Console(file=screen, width=200), found)
-    assert ("3.0 times the sum of its kernels" in screen.getvalue()) is said
+    assert ("3.0 times as long as the sum of its kernels" in screen.getvalue()) is said

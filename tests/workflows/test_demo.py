@@ -62,7 +62,7 @@ def test_the_demo_in_its_order(home, probe, monkeypatch):
         assert f"llama train step on {chip}: " in first
     # A line below says where they were not lowered by their compilers, and why if it is known.
     fused = first.count(", fused\n")
-    said = first.count("\n  lowering fused instead of") + first.count("\n  by its own rules")
+    said = first.count("\n  lowering fused instead of") + first.count("\n  lowered by fused")
     assert said == fused
     assert (out / "step.html").stat().st_size > 10_000
     assert probe == [pytest.approx(12.0)]
@@ -85,7 +85,7 @@ def test_this_machine_is_probed_once_and_told(home, probe, monkeypatch):
     model = CostModel.load(find_model("default"))
     told = []
     first = local_now(model.devices, told.append)
-    assert told == ["measuring this machine's ceilings, once (15 s)"]
+    assert told == ["measuring this machine's peak rates, once (15 s)"]
     assert first.extra["anchors_us"]["gemm"] == 1000.0 and "present_speed" not in first.extra
     # Later its anchors are read, at half of the speed.
     import os

@@ -63,7 +63,7 @@ def test_ceilings_that_moved_are_told_and_kept(
     (told,) = said
     assert "matrix f32 200 GFLOP/s -> 150 GFLOP/s (-25%)" in told
     assert "memory 40 GB/s -> 50 GB/s (+25%)" in told and "vector" not in told
-    assert "intervals of predictions hold both" in told
+    assert "intervals of predictions cover both" in told
     # In both directions: arithmetic was faster (the mean of products and vectors), memory slower.
     slow, fast = former_speeds(spec) or pytest.fail("not kept")
     assert slow.ratios["bandwidth"] == pytest.approx(0.8)

@@ -319,7 +319,7 @@ def test_commands(tmp_path: Path, plain: pd.DataFrame) -> None:
          str(tmp_path / "m.json"), "--no-track"],
     )  # fmt: skip
     assert said.exit_code == 0, said.output
-    assert "100.0 % of 6 rows expressed" in said.output
+    assert "100.0 % of 6 rows can be predicted" in said.output
     assert len(pd.read_parquet(out)) == 6
     adapted, slow = tmp_path / "own.json", tmp_path / "slow.csv"
     table(tpot_ms=plain["tpot_ms"] * 2.0).to_csv(slow, index=False)

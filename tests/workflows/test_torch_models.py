@@ -471,8 +471,8 @@ def test_peak_memory_is_judged_as_it_was_measured(tmp_path: Path) -> None:
     assert (found["memory_lo_bytes"] < found["memory_bytes"]).all()
     assert tuple(found["measured_memory_bytes"][:3]) == (100 * 2**20, 100 * 2**20, 2**29)
     assert "peak memory, errors in %" in said
-    assert "3 of 3 rows that ran are said to fit" in said
-    assert "1 of 1 rows that did not fit are said to" in said
+    assert "3 of 3 rows that ran are predicted to fit" in said
+    assert "1 of 1 rows that ran out of memory are predicted to fit" in said
 
 
 @pytest.mark.usefixtures("library")

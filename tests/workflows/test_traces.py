@@ -53,13 +53,13 @@ def test_the_parts_of_the_waterfall_add_up() -> None:
     # (1.1 - 1) (20 + 6); 24 - 1.1 x 20; 6 - 1.1 x 6; 9 - 5; 60 - 45 idle, 40 - 31 predicted;
     # 45 busy of 38 + 9 that ran; these less 24 + 6 + 9 + 4.
     assert found == {
-        "clock: all kernels by one factor": pytest.approx(2.6),
+        "clock: common factor of all kernels": pytest.approx(2.6),
         "kernels: gemm": pytest.approx(2.0),
         "kernels: fusion": pytest.approx(-0.6),
         "kernels that are not predicted": pytest.approx(4.0),
         "communication": pytest.approx(4.0),
         "gaps and launches": pytest.approx(15.0 - 9.0),
-        "kernels at once": pytest.approx(45.0 - 47.0),
+        "overlap of kernels": pytest.approx(45.0 - 47.0),
         "executions beyond their median": pytest.approx(47.0 - 43.0),
     }
     assert 40.0 + sum(found.values()) == pytest.approx(60.0)
@@ -71,7 +71,7 @@ def test_overlap_that_is_predicted_is_taken_from_what_overlap_saves() -> None:
     step = RunTime(0.0, 36e-6, 34e-6, 30e-6, 9e-6, 4e-6)
     found = {p.what: p.us for p in waterfall(22.0, classes, 1.0, step, 0.0, "collective")}
     assert found["gaps and launches"] == pytest.approx(2.0)
-    assert found["kernels at once"] == pytest.approx(3.0 - 5.0)
+    assert found["overlap of kernels"] == pytest.approx(3.0 - 5.0)
     assert found["executions beyond their median"] == pytest.approx(39.0 - 33.0)
     assert 22.0 + sum(found.values()) == pytest.approx(36.0)
 

@@ -1,4 +1,4 @@
-"""What a calibration may measure, what it has measured, and whether it was worth it."""
+"""Candidates and samples of a calibration, and the check that the adapted model is better."""
 
 from __future__ import annotations
 
@@ -23,87 +23,86 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Kernels considered for each program, those that take most time; the covariance of all candidates'
-#: kernels is a dense matrix. Engineering estimate.
+#: Maximum number of kernels per program, the costliest ones; limits the size of the dense
+#: covariance matrix of all candidates. Engineering estimate.
 MAX_KERNELS = 40
-#: Share of the time by which an adapted model may err more than before without counting as worse:
-#: half of the last digit in which errors are printed, twice over.
+#: Increase of the relative error that does not count as worse: the last printed digit.
 _SAME = 0.001
-#: Relative error beyond which a model is of little use: the worst published source of steps,
-#: adapted to twenty of its own, errs by 0.67 on the others. And the share of the logarithm of an
-#: error before that such a model has to gain. Engineering estimates.
+#: Relative error from which a model is of little use (the worst published source of steps, adapted
+#: to twenty of its steps, has 0.67 on the others), and the fraction of the logarithm of the earlier
+#: error by which such a model must improve. Engineering estimates.
 _USELESS, _GAIN = 1.0, 0.1
+#: Ratio to the prediction from which a measurement is assumed to be in a wrong unit or of a
+#: different run than its row describes. All 2,232 published steps are within a factor of 25 of the
+#: shipped models, and the times per token of three published runs of each model, engine and chip
+#: (532) within 6.
+FAR = 30.0
 
 
 def check_unseen(
     console: Console, what: str, before: float, after: float, *, keep: bool = True
 ) -> None:
-    """Print an adapted model's error on what it did not learn from; refuse one that is no better.
+    """Print an adapted model's error on held-out measurements; refuse a model that is no better.
 
-    Where measurements do not follow what is measured, as random times, errors stay beyond
-    :data:`_USELESS`, somewhat less or more than before.
+    With measurements that do not depend on what was run, such as random times, errors remain beyond
+    :data:`_USELESS`, a little larger or smaller than before.
 
     Args:
         console: Console to print to.
-        what: What it was judged on, such as ``5 programs``, each predicted without itself.
-        before: Relative error of the model as it was.
-        after: Relative error of the model as adapted to the others.
-        keep: Whether it is to be saved.
+        what: The measurements, such as ``5 programs``, each predicted without itself.
+        before: Relative error of the model before.
+        after: Relative error of the model adapted to the other measurements.
+        keep: Whether the model is to be saved.
 
     Raises:
-        WorseModelError: It is worse than before or still of no use, and was to be saved.
+        WorseModelError: The model to be saved is worse than before, or still of no use.
     """
     errors = f"{before:.1%} before, {after:.1%} after"
-    told = f"error on {what}, each left out of what is learned: {errors}"
-    console.print(told, highlight=False, soft_wrap=True)
-    # Also where one is no number.
+    message = f"error on {what}, each held out of the calibration: {errors}"
+    console.print(message, highlight=False, soft_wrap=True)
+    # Negated, to be true for nan.
     if not after <= before + _SAME and keep:
         raise WorseModelError(
-            f"the adapted model is worse on {what} that it did not learn from, so it is not saved: "
-            f"error {errors}",
-            hint="measure more, on a quiet machine; or keep the model as it is",
+            f"the adapted model is worse on {what} held out of the calibration, so it is not "
+            f"saved: error {errors}",
+            hint="measure more, on a quiet machine, or keep the model as it is",
         )
     if after <= _USELESS:
         return
     if np.log1p(after) > (1.0 - _GAIN) * np.log1p(before) and keep:
         raise WorseModelError(
-            f"the adapted model is of no use on {what} that it did not learn from, so it is not "
+            f"the adapted model is of no use on {what} held out of the calibration, so it is not "
             f"saved: error {errors}",
-            hint="the times do not follow what was run: are they of these rows, and in the unit "
-            "that the column names?",
+            hint="the times do not depend on what was run: check that they belong to these rows "
+            "and are in the unit of their column",
         )
     console.print(
-        f"WARNING: an error of {after:.0%} is of little use: the times hardly follow what was run",
+        f"WARNING: an error of {after:.0%} is of little use: the times hardly depend on what was "
+        "run",
         highlight=False,
         soft_wrap=True,
     )
 
 
-#: Factor from a prediction at which a measurement is taken for another unit or another run than its
-#: row describes. All 2,232 published steps are within 25 of what the shipped models predict, and of
-#: three published runs of each model, engine and chip the times of tokens (532) within 6.
-FAR = 30.0
-
-
 def far_off(name: str, logs: float) -> str:
-    """Why a measurement is not learned from; empty where it is.
+    """Reason to ignore an implausible measurement; empty if it is plausible.
 
     Args:
-        name: Of the row and the figure, with its value and unit.
-        logs: ``log(measured / predicted)`` of the model before it is adapted.
+        name: Name of the row and the figure, with its value and unit.
+        logs: ``log(measured / predicted)`` of the model before the calibration.
     """
     factor = float(np.exp(abs(logs)))
     if not factor > FAR:
         return ""
     return (
-        f"{name} is {factor:,.0f} times as {'long' if logs > 0.0 else 'short'} as predicted, and "
-        f"no published run is {FAR:.0f} times off: not learned from; is it in the unit that the "
-        "column names, and of what the row says?"
+        f"{name} is {factor:,.0f} times as {'long' if logs > 0.0 else 'short'} as predicted: not "
+        f"used, because no published run is off by {FAR:.0f}; check that it is in the unit of its "
+        "column and of the run that the row describes"
     )
 
 
 def mean_error(logs: np.ndarray) -> float:
-    """Mean of absolute logarithms of ratios, as a relative error."""
+    """Mean of absolute logarithms of ratios, converted to a relative error."""
     return float(np.expm1(np.abs(logs).mean()))
 
 
@@ -112,12 +111,12 @@ class Candidate:
     """A program that may be measured.
 
     Attributes:
-        item: Program, as the profiler takes it.
+        item: The program, for the profiler.
         kernels: The program's costliest kernels.
         share: Share of each in the program's predicted time, shape ``(n,)``.
-        factors: Factor on the latency of each of the program's kernels for its loops, by hash.
-        runs: Executions of each of the program's kernels with those factors, by hash: its time is
-            the sum of these times the kernels' latencies.
+        factors: Factor on the latency of each of the program's kernels due to loops, by hash.
+        runs: Executions of each of the program's kernels, multiplied by those factors, by hash; the
+            program's time is the sum of these times the kernels' latencies.
     """
 
     item: Item
@@ -129,12 +128,12 @@ class Candidate:
 
 @dataclass
 class Samples:
-    """Measured kernels, each once; a later measurement replaces an earlier one.
+    """Distinct measured kernels by hash; a later measurement replaces an earlier one.
 
     Attributes:
-        kernels: By hash.
-        seconds: What each would take outside of loops, where the model predicts it.
-        rounds: Round that it was first measured in.
+        kernels: The kernels.
+        seconds: Latency of each outside of loops, as the model predicts it.
+        rounds: Round in which each was first measured.
     """
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
@@ -147,26 +146,25 @@ class Samples:
         number: int = 0,
         factors: Mapping[str, float] | None = None,
     ) -> list[str]:
-        """Add a program's kernels.
+        """Add the kernels of a program.
 
         Args:
-            rows: Rows of the program's kernels; the row of the program itself is left out.
+            rows: Rows of the program's kernels; the row of the program itself is ignored.
             number: Round that measured them.
-            factors: Factors for the program's loops by hash; 1 where one is missing.
+            factors: Factors due to the program's loops by hash; 1 by default.
 
         Returns:
-            Hashes of the kernels that were unknown.
+            Hashes of the new kernels.
         """
         from ...features.kernels.extract import kernels_from_irs
 
-        # A latency of zero is a kernel that the trace's clock could not resolve.
+        # Zero latencies are below the resolution of the trace's clock.
         own = [r for r in rows if r["level"] != "program" and r["latency_us_p50"] > 0]
         new = [r for r in own if r["kernel_hash"] not in self.kernels]
         read = kernels_from_irs([r["kernel_ir"] for r in new])
         self.kernels |= {r["kernel_hash"]: k for r, k in zip(new, read, strict=True)}
         self.rounds |= {r["kernel_hash"]: number for r in new}
-        # The model predicts kernels by themselves and applies the factor later: a label that was
-        # taken in a loop would count its speed there as an error of the kernel.
+        # The model predicts kernels outside of loops and applies the factors afterwards.
         known = factors or {}
         self.seconds |= {
             r["kernel_hash"]: r["latency_us_p50"] * 1e-6 / known.get(r["kernel_hash"], 1.0)
@@ -184,7 +182,7 @@ def candidate_of(item: Item, model: CostModel, device: DeviceSpec) -> Candidate 
 
     Args:
         item: The program.
-        model: Decides which of its kernels take most time.
+        model: Model that determines the costliest kernels.
         device: The local device.
 
     Returns:
@@ -198,14 +196,13 @@ def candidate_of(item: Item, model: CostModel, device: DeviceSpec) -> Candidate 
 
     try:
         lowered = lower(read_program(load_item(item).mlir))
-    # A program that cannot be lowered here is no candidate; others are.
     except OpcastError as error:
         logger.info("%s: %s", item.key, error)
         return None
     own = {k.hash: k for k in lowered.kernels if k.takes_time}
     if not own:
         return None
-    # Equal kernels are one candidate, with the executions of all of them.
+    # Equal kernels are merged, with the sum of their executions.
     runs, inside = dict.fromkeys(own, 0.0), dict.fromkeys(own, 0.0)
     factors = loop_factors(lowered.kernels, device)
     for kernel, factor in zip(lowered.kernels, factors.tolist(), strict=True):
@@ -216,24 +213,24 @@ def candidate_of(item: Item, model: CostModel, device: DeviceSpec) -> Candidate 
     latency = model.predict_kernels(kernels, device).latency
     total = latency * np.array(list(inside.values()))
     costly = np.argsort(-total)[:MAX_KERNELS]
-    # Guard against a model that predicts zero for all of them.
+    # Avoids division by zero if the model predicts zero for all kernels.
     share = total[costly] / max(float(total.sum()), 1e-12)
-    # One label stands for all executions; a branch that is never taken has none.
+    # Kernels of branches that are never taken have no label.
     mean = {h: inside[h] / runs[h] for h in own if runs[h] > 0}
     return Candidate(item, tuple(kernels[i] for i in costly), share, mean, inside)
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round measured, and the model's errors before it learned from it.
+    """A round of measurements, with the model's errors before it learned from them.
 
     Attributes:
-        learned: Kernels that the model had learned before the round.
-        kernels: Kernels measured in the round.
+        learned: Number of kernels learned before the round.
+        kernels: Number of kernels measured in the round.
         programs: Names of the programs of the round.
-        before: Median relative error on them of the model without correction.
-        error: The same of the model as corrected by the earlier rounds.
-        seconds: Since the start.
+        before: Median relative error of the model without correction.
+        error: Median relative error of the model corrected by the earlier rounds.
+        seconds: Seconds since the start.
     """
 
     learned: int
@@ -245,7 +242,7 @@ class Round:
 
 
 def rounds_table(rounds: Sequence[Round]) -> pd.DataFrame:
-    """Tabulate rounds, with errors in per cent."""
+    """Tabulate rounds, with errors in percent."""
     import pandas as pd
 
     return pd.DataFrame(
@@ -266,19 +263,19 @@ def unseen_errors(
     samples: Samples,
     programs: Sequence[Mapping[str, float]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Errors on each measured program when its kernels are left out of what is learned.
+    """Compute the error on each measured program with its kernels held out of the calibration.
 
-    A program's time is the sum of its kernels', as measured and as predicted.
+    A program's time is the sum over its kernels, both measured and predicted.
 
     Args:
-        model: As calibrated to the samples.
+        model: Model calibrated to the samples.
         device: The device.
-        samples: Its kernels.
-        programs: Executions of kernels by hash, of each program.
+        samples: The measured kernels.
+        programs: Executions of kernels by hash, for each program.
 
     Returns:
-        ``log(measured / predicted)`` of each, before and after; empty for a single program, which
-        leaves nothing to learn from.
+        ``log(measured / predicted)`` of each program, before and after the calibration; empty if
+        there is only one program.
     """
     known = model.corrections[device.name]
     place = {digest: n for n, digest in enumerate(samples.kernels)}

@@ -1,10 +1,10 @@
-"""Judges how stale an operator model is on rows of newer libraries, and repairs it with a few.
+"""Detect drift of an operator model on rows of newer libraries, and repair it with a few samples.
 
-The test is a game against the intervals' promise (Shafer, Journal of the Royal Statistical Society
-A 184, 2021; Waudby-Smith and Ramdas, Journal of the Royal Statistical Society B 86, 2024): a stake
-grows when rows fall outside their intervals and shrinks when they do not, at odds that are fair if
-the promise holds. It then exceeds ``1 / a`` at any time with a probability of at most ``a``
-(Ville's inequality), so that rows may be judged as they come in, like a control chart with a known
+The test bets against the coverage of the intervals (Shafer, Journal of the Royal Statistical
+Society A 184, 2021; Waudby-Smith and Ramdas, Journal of the Royal Statistical Society B 86, 2024):
+a stake grows when rows fall outside their intervals and shrinks otherwise, at odds that are fair if
+the coverage holds. The stake then ever exceeds ``1 / a`` with a probability of at most ``a``
+(Ville's inequality), so rows can be tested as they arrive, like in a control chart with a known
 rate of false alarms.
 """
 
@@ -42,33 +42,38 @@ if TYPE_CHECKING:
 
     from ..settings import DriftSettings
 
-#: What is judged together.
+#: Columns that define the cells, the groups of rows that are tested together.
 CELL = ("backend", "version", "key", "device")
-#: Columns of operator tables that are judged.
+#: Required columns of operator tables.
 NEEDED = frozenset(("op", "family", "dtype", "device", "latency_us"))
-#: Most rows that samples are chosen among, and most that a repair is judged on: a choice costs the
-#: square of the former.
+#: Maximum rows to choose samples from (the cost is quadratic in them), and to test a repair on.
 CANDIDATES, JUDGED = 1200, 4000
-#: ``result`` of a cell whose intervals hold again.
+#: ``result`` of a cell whose coverage is restored.
 REPAIRED = "repaired"
-#: ``result`` of a cell that is left as it was, since what was learned made its other rows worse.
+#: ``result`` of a cell whose repair is discarded, because it made the other rows worse.
 NO_BETTER = "no better"
+#: Fraction of rows outside their intervals from which a cell counts as drifted: 5 percentage points
+#: above the nominal one, because errors on unseen layers may be slightly larger than on those that
+#: the intervals come from. Engineering estimate.
+TOLERATED = 1.0 - COVERAGE + 0.05
+#: Fractions of the stake that are bet in parallel, since the size of a drift is unknown.
+_BETS = np.array((0.02, 0.05, 0.1, 0.2, 0.4, 0.8))
 
 
 def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Judge new rows by library, version, family and device; repair what has drifted.
+    """Test new rows for drift by library, version, family and device, and repair the model.
 
     Args:
         console: Console to print to.
-        settings: The rows, the model, and with how many samples it is repaired.
+        settings: The rows, the model, and the number of samples for repairs.
 
     Returns:
-        Staleness, and repairs (empty if nothing has drifted); see :func:`staleness` and
-        :func:`repair`.
+        The results of :func:`staleness` and :func:`repair`, the latter empty if nothing has
+        drifted.
 
     Raises:
-        DatasetError: There are no rows with a time, or of no family that the model has.
-        DeviceError: A device is neither described, nor the model's, nor in the catalogue.
+        DatasetError: No row has a time, or a family of the model.
+        DeviceError: A device is unknown.
         ModelError: There is no such model.
     """
     with stages("reading the rows") as tell:
@@ -90,11 +95,11 @@ def _run(
     rows = rows.assign(device=rows["device"].map(names))
     known = rows["key"].isin(list(model.families))
     for key, count in rows["key"][~known].value_counts().items():
-        console.print(f"{count} rows left out: the model has no operators {key}", highlight=False)
+        console.print(f"{count} rows skipped: the model has no family {key}", highlight=False)
     rows = rows[known].reset_index(drop=True)
     if not len(rows):
         hint = "it has: " + ", ".join(sorted(model.families)) + "; " + families_told()
-        raise DatasetError("no row has a family that the model knows", hint=hint)
+        raise DatasetError("no row has a family of the model", hint=hint)
     tell("predicting the rows")
     found = staleness(model, rows, settings.false_alarms)
     print_frame(
@@ -102,61 +107,62 @@ def _run(
         in_percent(found.assign(drift=np.where(found["alarm"] > 0, found["alarm"], "no"))).drop(
             columns="alarm"
         ),
-        "new rows, in %; drift: groups of rows after which the alarm rose",
+        "new rows, in %; drift: number of groups of rows until the alarm",
     )
     stale = found[found["alarm"] > 0]
-    told = f"{len(stale)} of {len(found)} have drifted"
     console.print(
-        f"{told}; chance of one or more false alarms: {settings.false_alarms:g}", highlight=False
+        f"{len(stale)} of {len(found)} have drifted; probability of any false alarm: "
+        f"{settings.false_alarms:g}",
+        highlight=False,
     )
     if len(stale):
-        tell("repairing what has drifted")
+        tell("repairing the model")
     repaired = repair(model, rows, stale, settings.samples, settings.seed)
     name = "unchanged"
     if len(repaired):
-        title = f"learned {settings.samples} samples of each, others judged, in %"
+        title = f"repaired with {settings.samples} samples each, tested on the others, in %"
         print_frame(console, in_percent(repaired), title)
         name = "repaired" if (repaired["result"] == REPAIRED).all() else "adapted"
         if (repaired["result"] == NO_BETTER).all():
             name = "unchanged"
-    for told in _not_repaired(stale, repaired, settings.samples):
-        console.print(told, highlight=False)
+    for line in _not_repaired(stale, repaired, settings.samples):
+        console.print(line, highlight=False)
     if settings.out is not None:
         tell("saving the model")
         model.save(settings.out)
         settings.save(settings.out)
         wrote(settings.out, f"{name} model; predict with it: --model {settings.out}")
     elif name == "unchanged" and len(repaired):
-        console.print("the model stays as it is: what was learned made its other rows worse")
+        console.print("the model is unchanged: the repairs made the other rows worse")
     elif len(repaired):
-        console.print(f"the {name} model is not kept: give --out to save it", highlight=False)
+        console.print(f"the {name} model is not saved: give --out to save it", highlight=False)
     return found, repaired
 
 
 def _not_repaired(stale: pd.DataFrame, repaired: pd.DataFrame, samples: int) -> Iterator[str]:
-    """Explain for each cell whose intervals still do not hold why, and what may help."""
+    """Explain for each cell that is not repaired why, and what may help."""
     results = {tuple(row[c] for c in CELL): row for _, row in repaired.iterrows()}
     for _, cell in stale.iterrows():
         what = " ".join(filter(None, (str(cell[c]) for c in CELL)))
         found = results.get(tuple(cell[c] for c in CELL))
         if found is None:
-            why = "no more rows than --samples, or a newer version has drifted"
+            why = "it has no more rows than --samples, or a newer version has drifted"
             yield f"{what}: not repaired: {why}"
         elif found["result"] != REPAIRED:
             yield (
-                f"{what}: {found['result']}: {found['covered_after']:.0%} of its rows are covered, "
-                f"and below {1.0 - TOLERATED:.0%} they count as drifted; give more than {samples} "
-                "--samples, or train on them"
+                f"{what}: {found['result']}: the coverage is {found['covered_after']:.0%}, below "
+                f"the tolerated {1.0 - TOLERATED:.0%}; give more than {samples} --samples, or "
+                "train on the rows"
             )
 
 
 def read_rows(data: Path) -> pd.DataFrame:
-    """Rows of operators with a time, of a table or of all tables of a folder.
+    """Read the measured operators of a table, or of all tables in a folder.
 
     Returns:
-        Columns as :func:`~opcast.models.operators.rows_of_published` gives them, with ``backend``
-        and ``version`` (empty where unknown), and ``block`` for families of blocks;
-        ``device`` as the tables name it.
+        Columns of :func:`~opcast.models.operators.rows_of_published`, with ``backend`` and
+        ``version`` (empty if unknown), ``block`` for families of blocks, and ``device`` as named in
+        the tables.
 
     Raises:
         DatasetError: There is no such table, or no row with a time.
@@ -199,20 +205,20 @@ def _read(path: Path) -> Iterator[pd.DataFrame]:
 
 
 def staleness(model: OpModel, rows: pd.DataFrame, false_alarms: float) -> pd.DataFrame:
-    """Compare what was measured with what intervals of the known versions promise.
+    """Test the coverage of the intervals for known versions on new measurements.
 
     Args:
         model: The model.
-        rows: From :func:`read_rows`, in the order in which they were measured.
-        false_alarms: Probability of one or more false alarms among all cells together.
+        rows: From :func:`read_rows`, in the order of measurement.
+        false_alarms: Probability of at least one false alarm among all cells.
 
     Returns:
-        One row for each of :data:`CELL`: ``n``, ``groups``, ``mape``, ``bias`` (median of the
-        relative error), ``coverage`` of the intervals of known versions, ``unseen`` (coverage of
-        the intervals that the model gives to an unknown version) and ``alarm`` (groups after
-        which the alarm rose, 0 if it did not).
+        One row per cell (:data:`CELL`): ``n``, ``groups``, ``mape``, ``bias`` (median relative
+        error), ``coverage`` of the intervals for known versions, ``unseen`` (coverage of the
+        intervals for an unknown version) and ``alarm`` (number of groups until the alarm, 0 if
+        there was none).
     """
-    # The question is whether the known versions' promise still holds, so the new one is not named.
+    # Without the version, so that the intervals are those for known versions.
     plain = predictions(model, rows.drop(columns="version"))
     aged = predictions(model, rows)
     plain = plain.assign(version=rows["version"], inside=_inside(aged))
@@ -238,7 +244,7 @@ def staleness(model: OpModel, rows: pd.DataFrame, false_alarms: float) -> pd.Dat
                 "bias": float(error.median()),
                 "coverage": float(_inside(own).mean()),
                 "unseen": float(own["inside"].mean()),
-                # Bonferroni: each cell has its share of the rate of false alarms.
+                # Bonferroni correction over the cells.
                 "alarm": alarm_after(stakes, false_alarms / len(cells)),
             }
         )
@@ -248,22 +254,22 @@ def staleness(model: OpModel, rows: pd.DataFrame, false_alarms: float) -> pd.Dat
 def repair(
     model: OpModel, rows: pd.DataFrame, stale: pd.DataFrame, samples: int, seed: int
 ) -> pd.DataFrame:
-    """Adapt a model, in place, to cells that have drifted; of several versions, to the newest.
+    """Adapt a model in place to drifted cells; of several versions, to the newest.
 
-    The samples are chosen by what they reveal about the others, without looking at their times.
+    The samples are chosen for their information about the other rows, without using their times.
 
     Args:
         model: The model.
         rows: From :func:`read_rows`.
         stale: Rows of :func:`staleness` to repair.
-        samples: Samples of each.
-        seed: Of the draw of candidates from many rows.
+        samples: Number of samples per cell.
+        seed: Random seed for drawing candidates.
 
     Returns:
-        One row for each cell with more rows than ``samples``: :data:`CELL`, ``n`` rows that were
-        not learned from, their error and coverage before and after, and ``result``:
-        :data:`REPAIRED` if the coverage is back at what is tolerated, else ``improved`` if
-        neither is worse than before, or :data:`NO_BETTER`.
+        One row for each cell with more rows than ``samples``: :data:`CELL`, the number ``n`` of
+        held-out rows, their error and coverage before and after, and ``result``:
+        :data:`REPAIRED` if the coverage is tolerable, ``improved`` if neither error nor coverage is
+        worse than before, else :data:`NO_BETTER`.
     """
     records = []
     rng = np.random.default_rng(seed)
@@ -301,7 +307,6 @@ def repair(
             else NO_BETTER
         )
         if result == NO_BETTER:
-            # What was learned is worse than nothing, so it is not kept.
             learned.corrections, model.versions = corrections, known
         records.append(
             {
@@ -325,49 +330,41 @@ def _error(table: pd.DataFrame) -> float:
     return float((table["predicted_us"] / table["measured_us"] - 1).abs().mean())
 
 
-#: Share of rows outside their intervals from which a model counts as stale. Five in a hundred more
-#: than promised: on layers that it never saw a model may err a little more often than on those that
-#: its intervals come from. Engineering estimate.
-TOLERATED = 1.0 - COVERAGE + 0.05
-#: Shares of the stake that are bet, side by side, since the size of a drift is unknown before.
-_BETS = np.array((0.02, 0.05, 0.1, 0.2, 0.4, 0.8))
-
-
 def evidence(
     measured: np.ndarray, lo: np.ndarray, hi: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
-    """The stake after each group of rows, starting from 1: evidence against the intervals.
+    """Compute the stake after each group of rows, starting from 1: evidence against the intervals.
 
     Args:
         measured: Measurements in the order in which they were made, shape ``(n,)``.
-        lo: Lower ends of 90 % intervals.
-        hi: Upper ends.
-        groups: Rows that err together, such as rows of one layer, have the same name; they count
-            once, because a mean of fair bets is fair, however they depend on each other.
+        lo: Lower bounds of 90 % intervals.
+        hi: Upper bounds.
+        groups: Group of each row. Rows with correlated errors, such as those of a layer, share a
+            group, which counts once: the mean of fair bets is fair whatever their dependence.
 
     Returns:
-        Mean stake of all bets (too slow, too fast, either), one a group, in the order in which
-        groups first appear; at least ``1 / a`` is an alarm at the rate ``a``.
+        Mean stake over all bets (too slow, too fast, either) after each group, in the order in
+        which groups first appear; at least ``1 / a`` is an alarm at rate ``a``.
     """
     names, first, code = np.unique(groups.astype(str), return_index=True, return_inverse=True)
     count = np.bincount(code, minlength=len(names))
     above, below = measured > hi, measured < lo
     order = np.argsort(first)
     logs = []
-    # Each side has half of what is tolerated.
+    # Each side has half of the tolerated rate.
     for outside, share in ((above, 0.5), (below, 0.5), (above | below, 1.0)):
         rate = np.bincount(code, outside, minlength=len(names))[order] / count[order]
         odds = rate / (share * TOLERATED) - 1.0
         logs.append(np.cumsum(np.log1p(np.outer(odds, _BETS)), axis=0))
     total = np.concatenate(logs, axis=1)
     top = total.max(axis=1, keepdims=True)
-    # The logarithm of the mean, without overflow of single stakes.
+    # The mean in log space, to avoid overflow.
     mean = top[:, 0] + np.log(np.exp(total - top).mean(axis=1))
     return np.asarray(np.exp(np.minimum(mean, 700.0)))
 
 
 def alarm_after(stakes: np.ndarray, rate: float) -> int:
-    """Number of groups after which the stakes raise an alarm; 0 if they never do.
+    """Number of groups until the stakes raise an alarm; 0 if they never do.
 
     Args:
         stakes: From :func:`evidence`.

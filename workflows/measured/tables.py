@@ -1,4 +1,4 @@
-"""Learn models of board power and of tile configurations from tables, and what they are worth."""
+"""Train models of board power and tile configurations on tables, and print held-out errors."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ if TYPE_CHECKING:
 
     from ..settings import TableSettings
 
-#: Columns that such a table needs beyond those of operators.
+#: Required columns of a power table, in addition to those of operators.
 COLUMNS = ("source", "family", "dtype", "device", "latency_us", "power_w", "power_limit_w", "split")
-#: Fewest rows of other splits, for the ends of intervals.
+#: Minimum number of training rows, and of rows of other splits for the intervals.
 _FEWEST = 100
-#: Fewest rows with a latency to learn tiles from.
+#: Minimum number of measured rows to train a tile model.
 _FEWEST_TILES = 200
 
 
 def train_power(
     table: pd.DataFrame, operators: OpModel, seed: int = 0
 ) -> tuple[PowerModel, pd.DataFrame]:
-    """Learn from the rows of split ``train``; the others give intervals and errors.
+    """Train a power model on the rows of split ``train``; the others give intervals and errors.
 
     Args:
-        table: Operators with :data:`COLUMNS`, and ``est_samples`` where the readings of the sensor
-            were counted.
-        operators: Model of operators, for times.
-        seed: Of the trees' draws.
+        table: Operators with :data:`COLUMNS`, and optionally ``est_samples``, the number of
+            readings of the power sensor.
+        operators: Operator model, for times.
+        seed: Random seed of the trees.
 
     Returns:
-        The model, and the errors of rows that were not learned from, nor (``lacked`` is ``device``)
-        others of their device: ``device``, ``family``, ``sustained``, ``time``, ``power`` (relative
-        errors) and whether each lies within its interval.
+        The model, and the errors on held-out rows (``lacked`` is ``shape``) and on rows of held-out
+        devices (``lacked`` is ``device``): ``device``, ``family``, ``sustained``, relative errors
+        ``time`` and ``power``, and whether the interval covers each.
 
     Raises:
-        DatasetError: A column is missing, or too few rows are of another split than ``train``.
+        DatasetError: A column is missing, or there are too few rows of split ``train`` or of the
+            others.
     """
     for column in COLUMNS:
         if column not in table:
@@ -59,7 +60,7 @@ def train_power(
     learn = (good["split"] == "train").to_numpy(bool)
     if min(learn.sum(), (~learn).sum()) < _FEWEST:
         raise DatasetError(
-            "too few rows of split train, or of others", hint=f"{_FEWEST} of each are needed"
+            "too few rows of split train or of other splits", hint=f"{_FEWEST} of each are needed"
         )
     rows = power_rows(good, operators)
     seconds = good["latency_us"].to_numpy(float) * 1e-6
@@ -84,7 +85,7 @@ def train_power(
 def _judged(
     model: PowerModel, rows: PowerRows, left: PowerErrors, sustained: np.ndarray, lacked: str
 ) -> pd.DataFrame:
-    """Errors of what was left out, and whether each lies within its interval."""
+    """Held-out errors, and whether the interval covers each."""
     power, time = model.ends_of(left, lacked == "shape")
     return pd.DataFrame(
         {
@@ -101,7 +102,7 @@ def _judged(
 
 
 def run_train_power(console: Console, settings: TableSettings) -> None:
-    """Learn from a table, print the errors on rows left out, and save the model."""
+    """Train a power model on a table, print held-out errors, and save the model."""
     operators = OpModel.load(find_model(OPERATOR_MODEL))
     model, judged = train_power(read_table(settings.table), operators, settings.seed)
     model.save(settings.out)
@@ -118,30 +119,30 @@ def run_train_power(console: Console, settings: TableSettings) -> None:
                 median_ape=("size", "median"),
                 coverage=(f"{what}_covered", "mean"),
             )
-            print_frame(console, in_percent(summary.reset_index()), f"{what}, {lacked} left out, %")
+            print_frame(console, in_percent(summary.reset_index()), f"{what}, {lacked} held out, %")
     wrote(settings.out, f"{model.provenance['rows']} rows")
 
 
 def train_tiles(table: pd.DataFrame, seed: int = 0) -> tuple[TileModel, pd.DataFrame, Ranking]:
-    """Learn from the rows that have a latency.
+    """Train a tile model on the measured rows of a table.
 
     Args:
-        table: Rows as :func:`~opcast.models.tiles.rows.tile_rows` reads them, with ``latency_us``.
-        seed: Of folds and draws.
+        table: Rows for :func:`~opcast.models.tiles.rows.tile_rows`, with ``latency_us``.
+        seed: Random seed.
 
     Returns:
-        The model; relative errors of rows left out, by ``device`` and what ``lacked`` (``shape`` or
-        ``device``); and how candidates of shapes left out were ranked.
+        The model, the relative errors with shapes or devices held out (``lacked`` is ``shape`` or
+        ``device``), and the quality of the ranking of candidates of held-out shapes.
 
     Raises:
-        DatasetError: There are too few rows with a latency.
+        DatasetError: There are too few measured rows.
     """
     if "latency_us" not in table:
-        raise DatasetError("column 'latency_us' of the table of tiles is missing")
+        raise DatasetError("column 'latency_us' of the tile table is missing")
     check_measured(table, ["latency_us"], "table of tiles")
     good = table.dropna(subset=["latency_us"]).reset_index(drop=True)
     if len(good) < _FEWEST_TILES:
-        raise DatasetError(f"{len(good)} rows with a latency, of {_FEWEST_TILES} needed")
+        raise DatasetError(f"only {len(good)} rows have a latency, {_FEWEST_TILES} are needed")
     rows = tile_rows(good)
     seconds = good["latency_us"].to_numpy(float) * 1e-6
     model, left = fit_tiles(rows, seconds, seed)
@@ -153,14 +154,14 @@ def train_tiles(table: pd.DataFrame, seed: int = 0) -> tuple[TileModel, pd.DataF
 
 
 def run_train_tiles(console: Console, settings: TableSettings) -> None:
-    """Learn from a table, print the errors on what was left out, and save the model."""
+    """Train a tile model on a table, print held-out errors, and save the model."""
     model, judged, order = train_tiles(read_table(settings.table), settings.seed)
     model.save(settings.out)
     sized = judged.assign(size=judged["error"].abs())
     summary = sized.groupby(["lacked", "device"]).agg(
         n=("size", "size"), mape=("size", "mean"), median_ape=("size", "median")
     )
-    print_frame(console, in_percent(summary.reset_index()), "rows left out, errors in %")
+    print_frame(console, in_percent(summary.reset_index()), "held-out rows, errors in %")
     console.print(
         f"ranking of {order.groups} problems: first choice within 5 % of the best in "
         f"{order.top:.1%}, slower by {order.loss:.1%} on average, Kendall's τ {order.kendall:.2f}"

@@ -1,7 +1,7 @@
-"""Reports on accuracy: models on splits of a dataset and on whole programs; errors by device.
+"""Reports on accuracy: models on splits of a dataset, and errors by device.
 
-The report on support says what was measured of which device, and the shipped models' errors there.
-It is read from their files alone, so that it needs no measurements.
+The support report lists the measurements that exist for each device, and the errors of the shipped
+models on them. It reads only the files of the models.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
     from .settings import AccuracyReportSettings, SupportReportSettings
 
-#: The dataset that comes with the repository.
+#: The dataset of the repository.
 COMMITTED = PACKAGE / "datagen" / "datasets" / "cpu"
-#: Columns of the table, and what the page says above it.
-_SAID = own_data("workflows/reports/reports.yaml")["support"]
-#: The mark of a kind of question that a chip's measurements were learned from.
+#: Columns of the support table, and the text above it.
+_SUPPORT = own_data("workflows/reports/reports.yaml")["support"]
+#: Marks a kind of prediction with training data from the device.
 LEARNED = "yes"
 
 
 def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> None:
-    """Print every model on every split, and programs of held-out families."""
+    """Print the errors of every model on every split, and of programs of held-out families."""
     from ...features.dataset import Dataset
     from ...models.training.train import compare_models, program_report
     from ...models.training_data.prepared import prepare
@@ -45,7 +45,7 @@ def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> N
     kernels = compare_models(prepared, n_jobs=settings.threads)
     print_metrics(console, kernels, "kernels")
     if "program_n" in kernels:
-        # Splits by kernel put parts of one program on both sides, so these have no whole programs.
+        # Splits by kernel divide programs, so they have no whole programs to test on.
         own = kernels[kernels["program_n"].notna()].filter(regex="^(split|model|program_.*)$")
         own = own.rename(columns=lambda name: name.removeprefix("program_"))
         print_metrics(console, own, "whole programs in the test part of a split")
@@ -55,8 +55,7 @@ def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> N
     shown = programs.programs
     if len(shown):
         for name, part in shown.groupby("set"):
-            # How far labels of single kernels explain wall time at all: a ratio away from 1 bounds
-            # what any sum of kernels can reach.
+            # A ratio that differs from 1 limits the accuracy of any sum of kernels.
             ratio = (part["labels_us"] / part["measured_us"]).dropna()
             console.print(
                 f"measured kernels add up to {ratio.median():.2f} of the measured wall time "
@@ -74,11 +73,11 @@ def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> N
 
 
 def support_table() -> pd.DataFrame:
-    """A row for each device of the catalogue, and a cell for each kind of question.
+    """Tabulate devices of the catalogue by kind of prediction.
 
-    Cells of operators are the mean error in per cent on unseen shapes of the device (split ``val``,
-    by the same settings fitted without them), and in brackets that of models that never saw the
-    chip; ``LEARNED`` where a kind learned from the device, empty where nothing was measured.
+    Cells of operators are the mean error in percent on unseen shapes of the device (split ``val``,
+    with the same settings fitted without it), followed in brackets by that with the chip held out.
+    Other cells are :data:`LEARNED` if there are training data from the device, else empty.
     """
     from ...features.devices.catalogue import device_names
     from ...models.core.registry import OPERATOR_MODEL, PRETRAINED
@@ -95,13 +94,13 @@ def support_table() -> pd.DataFrame:
     )
     learned = {
         kind: set(_devices(PRETRAINED / f for f in files))
-        for kind, files in _SAID["others"].items()
+        for kind, files in _SUPPORT["others"].items()
     }
     rows = []
     for device in device_names():
         cells = {
             kind: _errors(seen, unseen, device, tuple(ends))
-            for kind, ends in _SAID["operators"].items()
+            for kind, ends in _SUPPORT["operators"].items()
         }
         cells |= {kind: LEARNED * (device in devices) for kind, devices in learned.items()}
         rows.append({"device": device, **cells})
@@ -124,15 +123,15 @@ def _errors(seen: pd.DataFrame, unseen: pd.DataFrame, device: str, ends: tuple[s
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """The page: a row for each device of which anything was measured, the others in one line."""
+    """Format the page: a row for each measured device, and the others in one line."""
     measured = _measured(table)
     device, *others = table.columns
     lines = [
-        _SAID["head"],
+        _SUPPORT["head"],
         *markdown_table([device, *others], measured.itertuples(index=False), others),
     ]
     rest = table["device"][~table.index.isin(measured.index)]
-    return "\n".join([*lines, "", f"By their data sheets alone: {', '.join(rest)}.", ""])
+    return "\n".join([*lines, "", f"Known only from data sheets: {', '.join(rest)}.", ""])
 
 
 def _measured(table: pd.DataFrame) -> pd.DataFrame:
@@ -140,9 +139,9 @@ def _measured(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_support_report(console: Console, settings: SupportReportSettings) -> None:
-    """Print the table, and write the page."""
+    """Print the support table, and write the page."""
     table = support_table()
-    print_frame(console, _measured(table), "mean error in %, in brackets with the chip left out")
+    print_frame(console, _measured(table), "mean error in %, in brackets with the chip held out")
     if settings.out is not None:
         write_text(settings.out, markdown(table))
         wrote(settings.out, f"{len(table)} devices")

@@ -1,4 +1,4 @@
-"""The report on clusters: collectives, cost of the composition, scaling, best plans."""
+"""Report on clusters: errors of collectives, run time of simulations, scaling, best plans."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     from ...simulate.step.workload import Workload
     from .settings import ClusterReportSettings
 
-_ASKED = own_data("workflows/reports/reports.yaml")["clusters"]
-#: Models whose best plan is searched, and plans of the 8B decoder by number of devices.
-MODELS, SIZES = _ASKED["models"], _ASKED["sizes"]
+_DATA = own_data("workflows/reports/reports.yaml")["clusters"]
+#: Models to search the best plan of, and plans of the 8B decoder by number of devices.
+MODELS, SIZES = _DATA["models"], _DATA["sizes"]
 #: Numbers of devices of the scaling plots, and the global batch of strong scaling; weak scaling has
 #: one sequence per device.
 SCALING, STRONG = (8, 16, 32, 64, 128, 256, 512), 64
 #: Axes of the searches.
-GRID, SCALING_GRID = _ASKED["grid"], _ASKED["scaling_grid"]
+GRID, SCALING_GRID = _DATA["grid"], _DATA["scaling_grid"]
+#: Cluster of the search for the best plans.
 CLUSTER = "dgx-h100-x64"
-#: Plans of each model to print.
+#: Number of plans to print for each model.
 _BEST = 5
-#: Groupings of the tables of collectives: held-out rows, and machines left out.
+#: Groupings of the tables of collectives, for held-out rows and for held-out machines.
 KNOWN_BY = (("source",), ("source", "size"), ("machine", "size"), ("op",), ("fabric", "world_size"))
 UNSEEN_BY = (("source",), ("machine",), ("machine", "size"), ("fabric", "world_size"))
 
@@ -43,7 +44,7 @@ Rows = list[dict[str, object]]
 
 
 def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dict[str, object]:
-    """Work out all parts, print them, write figures and plots; what is there is not made again.
+    """Compute and print all parts, and write figures and plots; earlier results are reused.
 
     Args:
         console: Console to print to.
@@ -53,7 +54,7 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
         The figures, as written to ``settings.out``.
 
     Raises:
-        DatasetError: ``settings.published`` has no measured collectives.
+        DatasetError: ``settings.published`` contains no measured collectives.
     """
     from ...common.files import write_text
     from ...common.progress import wrote
@@ -77,9 +78,9 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
 
 
 def collective_errors(console: Console, published: Path, folder: Path) -> pd.DataFrame:
-    """Compute errors of collectives row by row, by :func:`opcast.models.collectives.study.study`.
+    """Compute errors of collectives by row with :func:`~opcast.models.collectives.study.study`.
 
-    Fits take minutes, so the errors are kept in the folder until the measurements change.
+    Fits take minutes, so the errors are stored in the folder until the measurements change.
     """
     from ...common.errors import DatasetError
     from ...common.parquet import write_table
@@ -90,7 +91,6 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
     if not files:
         raise DatasetError("no collectives*.csv here", where=str(published))
     rows, find = read_collectives(files)
-    # By content: other measurements get a file of their own.
     digest = hashlib.sha256(rows.to_csv(index=False).encode()).hexdigest()[:16]
     kept = folder / f"collectives-{digest}.parquet"
     if not kept.is_file():
@@ -100,11 +100,11 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
 
 
 def simulation_cost() -> pd.DataFrame:
-    """Measure seconds and memory of one step by number of devices, in a fresh process."""
+    """Measure time and memory of simulating a step by number of devices, in a new process."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    # Spawned: a fork would inherit the memory peak of the parts that ran before.
+    # Spawned, because a fork would inherit the memory peak of earlier parts.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pd.DataFrame(pool.submit(_measure_cost).result())
 
@@ -119,12 +119,10 @@ def _measure_cost() -> list[dict[str, object]]:
     before = peak()
     operators, rows = _operators(), []
     for devices, text in SIZES.items():
-        # Grows with the cluster, as in practice; the minimum leaves small ones micro-batches for
-        # the pipeline.
+        # The batch grows with the cluster, and is large enough for micro-batches on small ones.
         work = replace(_workload("8B decoder"), batch=max(32, devices // 4))
         loaded, times = peak(), []
-        # The first run also pays for what is built once; the least of three is the cost of a
-        # further step.
+        # The first run includes one-time costs; the minimum of three is that of a further step.
         for _ in range(3):
             start = time.perf_counter()
             _predict(work, f"dgx-h100-x{devices}", text, operators)
@@ -145,7 +143,7 @@ def _measure_cost() -> list[dict[str, object]]:
 
 
 def orders_of_magnitude() -> pd.DataFrame:
-    """Compare predictions with what a few multiplications give."""
+    """Compare predictions with back-of-the-envelope estimates."""
     from ...models.core.registry import OPERATOR_MODEL
     from ...predict.cluster.deployment import Deployment
     from ...predict.cluster.serving import ServingPredictor
@@ -162,15 +160,15 @@ def orders_of_magnitude() -> pd.DataFrame:
     rows.append(_row("8B step on 128 H100, s", least, step.step.total, "FLOPs at the peak"))
     # Middle of the usual range for dense decoders.
     rows.append(_row("its MFU", 0.425, least / step.step.total, "0.35 to 0.5 is usual"))
-    # Two bytes a parameter. A decode step reads all weights once, but of the embedding only one row
-    # for each token.
+    # Two bytes per parameter. A decode step reads all weights once, except the embedding table, of
+    # which it reads a row per token.
     weights = 2.0 * (work.parameters - work.table_parameters)
     serving = ServingPredictor(load_serving_operators(OPERATOR_MODEL))
     one = LoadSpec(prompt="128", output="64", concurrency=1, count=1)
     tokens = serving.predict(Deployment(ServedModel(work), "h100-sxm"), one).figures["tpot/mean"]
     rows.append(
         _row(
-            "8B decode on one H100, ms a token",
+            "8B decode on one H100, ms per token",
             1e3 * weights / spec_bytes,
             1e3 * tokens.value,
             "weights over the bandwidth",
@@ -182,17 +180,17 @@ def orders_of_magnitude() -> pd.DataFrame:
     rows.append(
         _row(
             "gather of a layer over 64 H100, ms",
-            # A box of 8 already holds 8/64; the rest enters over 8 ports of 50 GB/s (400 Gbit/s
+            # A node of 8 already holds 8/64; the rest arrives over 8 ports of 50 GB/s (400 Gbit/s
             # InfiniBand).
             1e3 * layer * 56 / 64 / 400e9,
             1e3 * gather,
-            "bytes into a box over its 8 ports",
+            "bytes into a node over its 8 ports",
         )
     )
     inside = _collective("all_reduce", 2.0**30, "h100-sxm-x8")
     rows.append(
         _row(
-            "all-reduce of 1 GiB in a box, ms",
+            "all-reduce of 1 GiB in a node, ms",
             # Ring bytes 2 (n-1)/n over NVLink 4, 450 GB/s in one direction (H100 data sheet: 900
             # both ways).
             1e3 * 2 * 7 / 8 * 2**30 / 450e9,
@@ -209,18 +207,17 @@ def _row(what: str, least: float, predicted: float, by: str) -> dict[str, object
 
 
 def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
-    """Find the best plans of the 8B decoder by number of devices, and plot both scalings."""
+    """Find the best plans of the 8B decoder by number of devices; plot strong and weak scaling."""
     from ...predict.sweep.plots import best_by_size, plot_scaling
 
     frames = []
     for name in ("strong", "weak"):
         for devices in settings.scaling or SCALING:
-            # Weak scaling has one sequence for each device.
             batch = STRONG if name == "strong" else devices
             frames.append(
                 _sweep(settings, "8B decoder", [f"dgx-h100-x{devices}"], batch, SCALING_GRID)
             )
-    # The two kinds share a plan where the number of devices is the batch of strong scaling.
+    # Strong and weak scaling coincide where the number of devices equals the batch.
     rows = pd.concat(frames, ignore_index=True).drop_duplicates("key")
     path = settings.folder / "scaling.png"
     plot_scaling(rows, path)
@@ -248,7 +245,6 @@ def _sweep(
     from ...predict.sweep.job import SweepJob
     from ...predict.sweep.run import Sweep, grid
 
-    # A folder for each model: results of earlier runs are found again by their keys.
     folder = settings.folder / f"sweep-{name.replace(' ', '-')}"
     job = Sweep(SweepJob(_workload(name), model=OPERATOR_MODEL), folder, settings.workers)
     return grid(job, clusters, [batch], values)
@@ -285,13 +281,13 @@ def _collective(kind: str, size: float, cluster: str) -> float:
 
 
 def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]:
-    """Print errors on held-out rows beside simpler models, and on machines left out."""
+    """Print errors of collectives, beside those of simpler models."""
     from ...models.collectives.study import KNOWN, UNSEEN, summary
 
     tables = {}
     for groups, columns, title in (
         (KNOWN_BY, KNOWN, "collectives, held-out rows"),
-        (UNSEEN_BY, UNSEEN, "collectives, machines left out, with four sizes of each, A100 alone"),
+        (UNSEEN_BY, UNSEEN, "collectives, machines held out, with four sizes each, A100 only"),
     ):
         for by in groups:
             table = summary(errors, by, columns).reset_index()
@@ -301,7 +297,7 @@ def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]
 
 
 def _print_scaling(console: Console, best: pd.DataFrame, path: Path) -> Rows:
-    """Print the best plan at each size, with both efficiencies."""
+    """Print the best plan by number of devices, with strong and weak efficiency."""
     table = best.assign(step_s=best["step_us"] / 1e6).sort_values(["batch", "devices"])[
         ["devices", "batch", "step_s", "strong", "weak", "plan"]
     ]
@@ -311,7 +307,7 @@ def _print_scaling(console: Console, best: pd.DataFrame, path: Path) -> Rows:
 
 
 def _print_best(console: Console, name: str, frame: pd.DataFrame) -> dict[str, object]:
-    """The fastest plans that fit, why the best is the best, and what holds the second one back."""
+    """Print the fastest plans that fit, and the reasons for their order."""
     from ...predict.sweep.reasons import reasons, runner_up
 
     fitting = frame[frame["fits"]].sort_values("step_us")
@@ -331,11 +327,11 @@ def _print_best(console: Console, name: str, frame: pd.DataFrame) -> dict[str, o
     title = f"{name}, batch {int(frame['batch'].iloc[0])}, on {cluster}"
     title += f": best of {len(frame)} plans, {len(fitting)} of which fit"
     rows = _print(console, table, title)
-    said = [*runner_up(frame), *reasons(frame)]
-    for line in said:
+    lines = [*runner_up(frame), *reasons(frame)]
+    for line in lines:
         console.print(f"  {line}", highlight=False, markup=False)
     counts = {"plans": len(frame), "fit": len(fitting)}
-    return {"model": name, **counts, "best": rows, "reasons": said}
+    return {"model": name, **counts, "best": rows, "reasons": lines}
 
 
 def _print(console: Console, frame: pd.DataFrame, title: str) -> Rows:
@@ -354,6 +350,6 @@ def _print(console: Console, frame: pd.DataFrame, title: str) -> Rows:
 
 def _text(value: object) -> str:
     if isinstance(value, float):
-        # NaN, where a group has no such figure.
+        # NaN: the group has no such figure.
         return "–" if value != value else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return str(value)

@@ -1,4 +1,4 @@
-"""Rows of the report on devices: programs of the zoo, lowered and predicted."""
+"""Rows of the report on devices: zoo programs, lowered and predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...predict.program.predictor import Predictor
 
 
-#: Programs by name: family of the zoo and settings.
+#: Programs by name: zoo family and settings.
 PROGRAMS: dict[str, str] = own_data("workflows/reports/reports.yaml")["devices"]
 #: Relative tolerance for comparisons of sums in float64.
 ROUNDING = 1e-9
@@ -27,31 +27,31 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """A program on a device, with the times of one run.
+    """Prediction of a program on a device.
 
     Attributes:
         program: Name of the program.
         device: Name of the device.
         lowering: ``xla``, ``fused`` or ``op``.
-        lower_s: Seconds that the lowering took now; milliseconds if it was in the cache.
-        compile_s: Seconds that the compiler took when it made what is in the cache.
-        kernels: Kernels that take time.
-        executions: Their executions.
-        roofline_us: Program time of kernels at roofline and floor.
-        learned_us: Program time of kernels by the shipped model.
-        learned_lo_us: Lower end of its 90 % interval.
-        learned_hi_us: Upper end.
-        compiler_us: The same of the TPU compiler's own estimates, the roofline where it gives none;
-            ``None`` for other platforms.
-        least_us: Program time that physics allows, without launch and dispatch.
-        undercut: Kernels whose latency is below what physics allows.
-        unclamped_us: Program time of the model's estimates before they are clamped to physics.
-        clamped: Kernels whose estimate was clamped to what physics allows.
-        worst: Least ratio of an estimate to what physics allows; 1 if none is below.
+        lower_s: Seconds of this lowering; milliseconds if it was cached.
+        compile_s: Seconds of the original compilation.
+        kernels: Number of kernels that take time.
+        executions: Number of their executions.
+        roofline_us: Time of the program with kernels at the roofline.
+        learned_us: Time of the program by the shipped model.
+        learned_lo_us: Lower bound of its 90 % interval.
+        learned_hi_us: Upper bound.
+        compiler_us: Time of the program by the TPU compiler's estimates, and the roofline where it
+            has none; ``None`` for other platforms.
+        least_us: Physical lower bound of the time, without launch and dispatch.
+        undercut: Number of kernels whose latency is below the physical bound.
+        unclamped_us: Time of the program by the model's estimates before clamping to the bounds.
+        clamped: Number of kernels whose estimate was clamped.
+        worst: Smallest ratio of an estimate to its bound; 1 if none is below.
         peak_memory_bytes: Peak device memory.
         memory_source: ``compiler`` or ``liveness``.
-        fits: Whether that is within the device's memory; ``None`` if unknown.
-        error: Why there are no figures; empty if there are.
+        fits: Whether the peak is within the device's memory; ``None`` if unknown.
+        error: Reason for missing figures; empty if there are none.
     """
 
     program: str
@@ -104,11 +104,11 @@ def rows(
 
 
 def build_program(text: str, **changed: Any) -> SourceProgram:
-    """Build a program of the zoo.
+    """Build a zoo program.
 
     Args:
         text: Family and settings, as in :data:`PROGRAMS`.
-        changed: Settings to take instead.
+        changed: Settings to override.
     """
     from ...datagen.zoo import build, parse_settings
     from ...features.ir.reader import read_program
@@ -116,7 +116,7 @@ def build_program(text: str, **changed: Any) -> SourceProgram:
     family, *pairs = text.split()
     settings = {**parse_settings(family, pairs), **changed}
     workload = build(family, **settings)
-    # As a function, which each device lowers for its platform.
+    # A function, which is lowered for the platform of each device.
     return read_program(workload.jitted, *workload.abstract_args)
 
 
@@ -127,7 +127,7 @@ def device_row(
     device: DeviceSpec,
     lowering: str = "xla",
 ) -> DeviceRow:
-    """Predict a program on a device; if that fails, the row holds the reason.
+    """Predict a program on a device; if that fails, the row contains the reason.
 
     Raises:
         CompilerStartError: The compiler is installed, but does not start.
@@ -137,10 +137,9 @@ def device_row(
     start = time.perf_counter()
     try:
         lowered = lower(source, lowering, cache=predictor.cache, device=device)
-    # A compiler that does not start would fail for every program: the report ends instead.
+    # Would fail for every program, so the report ends.
     except CompilerStartError:
         raise
-    # A program that one device's compiler refuses is a row with a reason, not the end of a report.
     except LoweringError as error:
         return DeviceRow(name, device.name, error=error.what)
     seconds = time.perf_counter() - start
@@ -158,11 +157,11 @@ def figures(
     kernels = lowered.kernels
     learned = model.predict_kernels(kernels, device)
     by_model, program = model.predict_in_program(lowered, device, learned)
-    # Per kernel: the roofline with L2, without launch, below which no implementation can be.
+    # Bound of each kernel: the roofline with L2, without launch.
     least = least_seconds(kernels, device)
     takes = np.array([k.takes_time for k in kernels], bool)
     undercut = takes & (by_model.latency < least * (1 - ROUNDING))
-    # Answers are clamped to physics; the unclamped estimates show the model's own.
+    # Predictions are clamped to the bounds, ``estimate`` is not.
     clamped = takes & (learned.estimate < least * (1 - ROUNDING))
     ratios = learned.estimate[clamped] / least[clamped]
     peak, memory = lowered.peak_memory_bytes, device.memory_bytes
@@ -178,8 +177,7 @@ def figures(
         learned_lo_us=program.lo * 1e6,
         learned_hi_us=program.hi * 1e6,
         compiler_us=_compiler_us(predictor, lowered, device),
-        # The same schedule with these times: a bound of the program that allows for all of its
-        # overlap.
+        # The same schedule with the bounds of the kernels, so that it includes all overlap.
         least_us=schedule_cost(least, lowered, device).makespan * 1e6,
         undercut=int(undercut.sum()),
         unclamped_us=schedule_cost(learned.estimate, lowered, device).makespan * 1e6,
@@ -197,16 +195,15 @@ def _physics_us(
     device: DeviceSpec,
     cycles: np.ndarray | None = None,
 ) -> float:
-    """Program time in µs with rooflines for kernels, or with estimated cycles where there are."""
+    """Program time in µs with kernels at the roofline, or at their estimated cycles."""
     from ...models.estimators.linear import RooflineEstimator
 
     prediction = RooflineEstimator().predict(lowered.kernels, device)
     if cycles is not None:
-        # The compiler leaves some kernels without an estimate, zero cycles; those keep the
-        # roofline.
+        # Kernels with zero cycles have no estimate.
         estimated = np.where(cycles > 0, cycles / device.clock_hz, prediction.latency)
         prediction = replace(prediction, latency=estimated)
-    # Only the kernels differ: launches and overlap come from the learned prediction.
+    # Launches and overlap are those of the learned prediction.
     program_model = predictor.model_for(device).program_model
     wall = program_model.predict(prediction.latency, lowered, device, prediction.lo, prediction.hi)
     return wall.latency * 1e6
@@ -214,7 +211,7 @@ def _physics_us(
 
 def _compiler_us(predictor: Predictor, lowered: LoweredProgram, device: DeviceSpec) -> float | None:
     cycles = np.array([k.cycles for k in lowered.kernels], float)
-    # Kernels carry cycles only where libtpu compiled them.
+    # Only libtpu estimates cycles.
     if device.platform != "tpu" or not device.clock_hz or not cycles.any():
         return None
     return _physics_us(predictor, lowered, device, cycles)

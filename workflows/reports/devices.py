@@ -1,4 +1,4 @@
-"""The report on absent devices: programs of the zoo, lowered by each device's own compiler."""
+"""Report on absent devices: zoo programs, lowered by the compiler of each device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_device_report(
 ) -> tuple[list[DeviceRow], list[Check]]:
     """Lower, predict and check programs on devices, print and write the figures.
 
-    What a compiler made is cached, so a report that was stopped goes on where it was.
+    Compiled programs are cached, so that a stopped report can be resumed.
 
     Args:
         console: Console to print to.
@@ -47,7 +47,6 @@ def run_device_report(
     predictor = load()
     names = settings.devices or shown_devices("reports")
     specs = [resolve_device(name, predictor.devices) for name in names]
-    # Before the first of a hundred lowerings.
     _require_compilers(specs, lowering)
     count = len(chosen) * len(specs)
     pending = rows(predictor, chosen, specs, lowering)
@@ -63,7 +62,7 @@ def run_device_report(
 
 
 def _require_compilers(devices: Sequence[DeviceSpec], lowering: str) -> None:
-    """Raise at once if a compiler is missing, instead of failing for each program."""
+    """Raise if a compiler is missing, instead of failing for each program."""
     from ...features.lowering.target_compiler.target import target_of
 
     if lowering == "xla":
@@ -71,7 +70,7 @@ def _require_compilers(devices: Sequence[DeviceSpec], lowering: str) -> None:
             target_of(device)
 
 
-#: Columns by heading: their text for a row without an error.
+#: Columns by heading, with functions that format a row without an error.
 COLUMNS: dict[str, Callable[[DeviceRow], str]] = {
     "program": lambda r: r.program,
     "device": lambda r: r.device,
@@ -85,12 +84,18 @@ COLUMNS: dict[str, Callable[[DeviceRow], str]] = {
     "peak memory": lambda r: size(r.peak_memory_bytes),
     "fits": lambda r: {True: "yes", False: "no", None: "–"}[r.fits],
 }
-#: Columns of text; the others hold figures.
+#: Left-aligned columns.
 _LEFT = ("program", "device", "fits")
+#: Programs of the report whose batch is doubled: inference and training, all quick to compile.
+DOUBLED = ("mlp-train", "llama-decode", "dlrm-train", "convnet-1d")
+#: Sizes of two programs that a single hardware rate determines: side of the matrices and number of
+#: products in the chain (1.1 TFLOP on 400 MB each), and elements of the vectors (1 GiB each, far
+#: more than any cache).
+SIDE, PRODUCTS, ELEMENTS = 8192, 4, 2**28
 
 
 def print_report(console: Console, table: Sequence[DeviceRow], checks: Sequence[Check]) -> None:
-    """Print all programs on all devices, then the physics checks."""
+    """Print a table of all programs and devices, then the physics checks."""
     from rich.table import Table
     from rich.text import Text
 
@@ -100,7 +105,7 @@ def print_report(console: Console, table: Sequence[DeviceRow], checks: Sequence[
     for _, group in groupby(table, key=lambda row: row.program):
         for place, row in enumerate(group):
             cells = cells_of(row)
-            # A program's name stands once, above all of its devices.
+            # The program's name is printed only in its first row.
             shown.add_row(*(Text(c) for c in (cells if not place else ("", *cells[1:]))))
     console.print(shown)
     for row in table:
@@ -118,7 +123,7 @@ def cells_of(row: DeviceRow) -> list[str]:
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """Format checks: one line each, and one for each failure."""
+    """Format checks: a line each, followed by a line for each failure."""
     lines = []
     for check in checks:
         state = "met" if check.passed else "NOT met" if check.cases else "not tested"
@@ -137,21 +142,13 @@ def markdown(table: Sequence[DeviceRow], checks: Sequence[Check]) -> str:
     return "\n".join([*lines, "", *errors, *([""] if errors else []), *demands, ""])
 
 
-#: Programs of the report whose batch is doubled: inference and training, all quick to compile.
-DOUBLED = ("mlp-train", "llama-decode", "dlrm-train", "convnet-1d")
-#: Side of the matrices, products in the chain, and elements of the added vectors: large enough that
-#: one figure of the data sheet decides. A product does 1.1 TFLOP on 400 MB; the vectors hold 1 GiB
-#: each, far more than any cache.
-SIDE, PRODUCTS, ELEMENTS = 8192, 4, 2**28
-
-
 @dataclass(frozen=True)
 class Check:
-    """A check and its outcome.
+    """A check with its result.
 
     Attributes:
         name: The condition that must hold.
-        cases: Number of cases tested.
+        cases: Number of tested cases.
         failures: Descriptions of the cases in which it does not hold.
     """
 
@@ -161,7 +158,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it was tested and held in every case."""
+        """Whether it was tested and holds in every case."""
         return self.cases > 0 and not self.failures
 
 
@@ -171,7 +168,7 @@ def physics_checks(
     devices: Sequence[DeviceSpec],
     lowering: str = "xla",
 ) -> list[Check]:
-    """Check the rows of a report, programs of twice the batch, and the order of devices.
+    """Check the rows of a report, programs with twice the batch, and the order of devices.
 
     Args:
         predictor: Predictor with the shipped models.
@@ -188,10 +185,10 @@ def physics_checks(
 
 
 def not_below_roofline(table: Sequence[DeviceRow]) -> Check:
-    """Check that no latency is below its roofline with L2 (TPU: on-chip memory).
+    """Check that no prediction is below its roofline with L2 (TPU: on-chip memory).
 
-    The models clamp their kernels to it; :func:`estimates_below_roofline` looks at the estimates
-    before that.
+    Predictions are clamped to it; :func:`estimates_below_roofline` checks the estimates before
+    clamping.
     """
     rows = [row for row in table if not row.error]
     failures = [
@@ -199,28 +196,27 @@ def not_below_roofline(table: Sequence[DeviceRow]) -> Check:
         for row in rows
         if row.undercut
     ]
-    # A program may undercut its bound by overlap alone, so it is checked beside its kernels.
+    # Programs are checked separately, because overlap could make them too fast.
     failures += [
         f"{row.program} on {row.device}: {row.learned_us:.4g} µs, least {row.least_us:.4g} µs"
         for row in rows
         if row.learned_us < row.least_us * (1 - ROUNDING)
     ]
     cases = sum(row.kernels + 1 for row in rows)
-    return Check("no answer is below its roofline with L2", cases, tuple(failures))
+    return Check("no prediction is below its roofline with L2", cases, tuple(failures))
 
 
 def estimates_below_roofline(table: Sequence[DeviceRow]) -> Check:
-    """Check that no estimate is below its roofline before the model clamps it.
+    """Check that no estimate is below its roofline before clamping.
 
-    A failure names a device, the share of its kernels that were clamped, the estimate furthest
-    below, and programs whose unclamped kernels take less than physics allows the whole program.
+    A failure has the device, the share of clamped kernels, the smallest ratio of an estimate to its
+    roofline, and the programs whose time with unclamped kernels is below the program's bound.
     """
-    # Sorted by device: ``groupby`` joins only neighbouring rows.
+    # Sorted for ``groupby``, which joins only neighbouring rows.
     rows = sorted((row for row in table if not row.error), key=lambda row: row.device)
     failures = []
     for device, group in groupby(rows, key=lambda row: row.device):
         own = list(group)
-        # Counted by device: what fails is a model on a device, not a program.
         held, kernels = sum(row.clamped for row in own), sum(row.kernels for row in own)
         short = [r.program for r in own if r.unclamped_us < r.least_us * (1 - ROUNDING)]
         if not held and not short:
@@ -229,18 +225,18 @@ def estimates_below_roofline(table: Sequence[DeviceRow]) -> Check:
         programs = f"; whole programs: {', '.join(short)}" if short else ""
         failures.append(
             f"{device}: {held} of {kernels} kernels ({held / max(kernels, 1):.1%}), "
-            f"the furthest at {worst:.2f} of its roofline{programs}"
+            f"the lowest at {worst:.2f} of its roofline{programs}"
         )
     cases = sum(row.kernels + 1 for row in rows)
-    return Check("no estimate has to be held to its roofline", cases, tuple(failures))
+    return Check("no estimate has to be clamped to its roofline", cases, tuple(failures))
 
 
 def larger_batches(table: Sequence[DeviceRow], doubled: Sequence[DeviceRow]) -> Check:
-    """Check that twice the batch takes no less time.
+    """Check that a program with twice the batch takes no less time.
 
     Args:
         table: Rows of programs.
-        doubled: Rows of the same names with twice the batch.
+        doubled: Rows of the same programs with twice the batch.
     """
     once = {(row.program, row.device): row for row in table if not row.error}
     failures, cases = [], 0
@@ -249,10 +245,10 @@ def larger_batches(table: Sequence[DeviceRow], doubled: Sequence[DeviceRow]) -> 
         if single is None or row.error:
             continue
         cases += 1
-        # Equal times are fine: a program may be bound by launches at both sizes.
+        # Times may be equal, if launches dominate.
         if row.learned_us < single.learned_us:
             failures.append(
-                f"{row.program} on {row.device}: {single.learned_us:.4g} µs, twice the batch "
+                f"{row.program} on {row.device}: {single.learned_us:.4g} µs, with twice the batch "
                 f"{row.learned_us:.4g} µs"
             )
     return Check("doubling the batch makes no program faster", cases, tuple(failures))
@@ -261,7 +257,7 @@ def larger_batches(table: Sequence[DeviceRow], doubled: Sequence[DeviceRow]) -> 
 def device_orders(
     predictor: Predictor, devices: Sequence[DeviceSpec], lowering: str = "xla"
 ) -> list[Check]:
-    """Check that devices are ordered as in their data sheets where one figure decides."""
+    """Check that devices are ordered by the rate that determines a program's time."""
     if len(devices) < 2:
         return []
     from .device_rows import device_row
@@ -274,17 +270,17 @@ def device_orders(
     matrix = {d.name: d.matrix_peak("bf16") / 1e12 for d in devices}
     memory = {d.name: d.bandwidth / 1e9 for d in devices}
     return [
-        in_order("bf16 products: devices as their peaks", table["compute"], matrix, "TFLOP/s"),
-        in_order("additions: devices as their bandwidths", table["memory"], memory, "GB/s"),
+        in_order("bf16 products: order of the peaks", table["compute"], matrix, "TFLOP/s"),
+        in_order("additions: order of the bandwidths", table["memory"], memory, "GB/s"),
     ]
 
 
 def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], unit: str) -> Check:
-    """Check for every two devices that the one with the higher rate is faster.
+    """Check for all pairs of devices that the one with the higher rate is faster.
 
     Args:
         name: Name of the check.
-        table: One program on several devices.
+        table: A program on several devices.
         rates: Rate from the data sheet, by device.
         unit: Unit of the rates.
     """
@@ -293,7 +289,6 @@ def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], uni
     cases = 0
     for one, other in pairs:
         fast, slow = sorted((one, other), key=lambda row: -rates[row.device])
-        # Equal rates do not decide the order.
         if rates[fast.device] == rates[slow.device]:
             continue
         cases += 1
@@ -306,11 +301,11 @@ def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], uni
 
 
 def compute_bound() -> SourceProgram:
-    """Make a chain of square bf16 products."""
+    """Make a chain of square bf16 matrix products."""
 
     def chain(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(PRODUCTS):
-            # Each product needs the result of the one before: nothing can overlap or be merged.
+            # Dependent products, which can neither overlap nor be merged.
             x = x @ w
         return x
 
@@ -318,7 +313,7 @@ def compute_bound() -> SourceProgram:
 
 
 def memory_bound() -> SourceProgram:
-    """Make a scaled sum of two long f32 vectors, as STREAM's triad."""
+    """Make a scaled sum of two long f32 vectors, like STREAM's triad."""
     return _traced(lambda x, y: 1.5 * x + y, ((ELEMENTS,), (ELEMENTS,)), "float32")
 
 
@@ -345,7 +340,6 @@ def _doubled(
     names = [name for name in DOUBLED if any(row.program == name for row in table)]
     for name in tracked(names, len(names), "twice the batch"):
         family, *pairs = PROGRAMS[name].split()
-        # The family's default where the report's settings name no batch.
         batch = int(resolve(family, parse_settings(family, pairs))["batch"])
         source = build_program(PROGRAMS[name], batch=2 * batch)
         rows += [device_row(predictor, name, source, d, lowering) for d in devices]

@@ -1,4 +1,4 @@
-"""Cross-fidelity table over the zoo: do estimators rank programs and kernels alike?"""
+"""Report on fidelities: rank correlations of estimators over zoo programs and their kernels."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from ...predict.program.predictor import Predictor
     from .settings import FidelitySettings
 
-#: Version of the stored answers; increased when their content changes.
+#: Version of the stored predictions, to be increased when their content changes.
 VERSION = 1
-#: Fewest programs or kernels for a rank correlation; with two it could only be 1 or -1.
+#: Minimum number of programs or kernels for a rank correlation; with two it is always 1 or -1.
 LEAST = 3
-#: Characters of a program's name in the printed table.
+#: Maximum length of a program's name in the printed table.
 _TITLE = 38
 
 
 @dataclass
 class FidelityReport:
-    """Answers and the tables made of them.
+    """Predictions by several estimators, and tables of them.
 
     Attributes:
-        answers: One of each device and program, see :func:`_ask`.
+        answers: Predictions of each program on each device, see :func:`_ask`.
         failures: Programs that could not be lowered, with the reason.
-        seconds: Time of this call.
+        seconds: Run time of the report.
     """
 
     answers: list[JsonObject] = field(default_factory=list)
@@ -62,17 +62,17 @@ class FidelityReport:
         )
 
     def kernels(self) -> pd.DataFrame:
-        """Tabulate distinct kernels: ``device hash kind``, ``<model>`` in µs where modelled."""
+        """Tabulate distinct kernels: ``device hash kind``, and ``<model>`` in µs if modelled."""
         rows = [{"device": a["device"], **row} for a in self.answers for row in a["kernels"]]
         frame = pd.DataFrame(rows)
         return frame.drop_duplicates(["device", "hash"]).reset_index(drop=True)
 
     def correlations(self) -> pd.DataFrame:
-        """Compute Spearman's ρ of each two models, by device, over programs and over kernels.
+        """Compute Spearman's ρ of all pairs of models, by device, over programs and kernels.
 
-        Only kernels that both models estimate themselves count; ``products`` are the matrix
+        Only kernels that both models estimate without fallback count; ``products`` are the matrix
         products and convolutions among them. ``ratio`` is the median over programs of the second
-        model's time over the first one's.
+        model's time relative to the first one's.
         """
         if not self.answers:
             return pd.DataFrame()
@@ -82,7 +82,7 @@ class FidelityReport:
         for device in programs["device"].unique():
             own = programs[programs["device"] == device]
             single = kernels[kernels["device"] == device]
-            # Systolic-array simulators model products alone, so only these compare them fairly.
+            # Simulators of systolic arrays model only matrix products and convolutions.
             product = single[single["kind"].isin(("gemm", "conv"))]
             for first, second in combinations(names, 2):
                 times = own[[f"{first}_us", f"{second}_us"]]
@@ -102,7 +102,7 @@ class FidelityReport:
         return pd.DataFrame(rows)
 
     def to_dict(self) -> JsonObject:
-        """Plain data."""
+        """Convert to the output of ``opcast fidelities --json``."""
         return {
             "correlations": json.loads(self.correlations().to_json(orient="records")),
             "programs": json.loads(self.programs().to_json(orient="records")),
@@ -112,7 +112,7 @@ class FidelityReport:
 
 
 def rank_correlation(pairs: pd.DataFrame) -> float:
-    """Compute Spearman's ρ of two columns over the rows that have both; NaN for too few."""
+    """Compute Spearman's ρ of two columns over the rows with both; NaN if there are too few."""
     from ...models.training_data.metrics import spearman
 
     both = pairs.dropna()
@@ -126,10 +126,10 @@ def _both(frame: pd.DataFrame, first: str, second: str) -> int:
 
 
 def run_fidelity_report(settings: FidelitySettings) -> FidelityReport:
-    """Predict every program by every model; earlier answers are read from the folder.
+    """Predict every program by every model, reusing earlier predictions from the folder.
 
     Args:
-        settings: The devices, models and programs, and the folder of the answers.
+        settings: The devices, models and programs, and the folder of the predictions.
 
     Raises:
         OpcastError: A device or model is not usable.
@@ -149,11 +149,10 @@ def run_fidelity_report(settings: FidelitySettings) -> FidelityReport:
         for title, mlir in tracked(tasks, len(tasks), title_of_bar, settings.progress):
             key = _key(title, mlir, device, settings.lowering, marks)
             path = settings.out / f"{key}.json"
-            # Written before it is read: an interrupted report resumes with the next program.
             if not path.is_file():
                 answer = _ask(title, mlir, device, settings.lowering, predictors)
                 write_text(path, json.dumps(answer))
-            # Always from the file: fresh and resumed runs then see the same rounded figures.
+            # Always read from the file, so that new and resumed reports have the same rounding.
             answer = json.loads(path.read_text())
             if "reason" in answer:
                 report.failures.append(answer)
@@ -171,35 +170,32 @@ def _tasks(settings: FidelitySettings) -> Iterator[tuple[str, str]]:
     own = [(family, parse_settings(family, sizes)) for family, *sizes in split]
     programs = suite(settings.suite) if settings.suite else own
     if settings.limit and settings.limit < len(programs):
-        # Evenly over the suite, not its first programs, so that most families stay.
+        # Evenly spaced, so that most families are included.
         places = np.linspace(0, len(programs) - 1, settings.limit).round().astype(int)
         programs = [programs[i] for i in places.tolist()]
     for family, sizes in programs:
-        # Locations hold paths of this machine, which would change the key of equal programs.
+        # Without source locations, whose paths would change the key of equal programs.
         yield workload_name(family, sizes), build(family, **sizes).mlir(debug_info=False)
 
 
 def _marks(predictors: Mapping[str, Predictor], device: DeviceSpec) -> list[str]:
-    """What an answer depends on besides program and device: models, parameters and versions."""
+    """Identify the models, parameters and versions that a prediction depends on."""
     from ...predict.locate import is_untrained, model_hash
     from ...predict.program.fidelities import LEARNED
 
     marks = []
     for name, predictor in predictors.items():
         estimator = predictor.model_for(device).estimator
-        marks.append(f"{name} {getattr(estimator, 'version', '')} {_params(estimator)}")
+        params = json.dumps(getattr(estimator, "params", {}), sort_keys=True, default=str)
+        marks.append(f"{name} {getattr(estimator, 'version', '')} {params}")
         if not is_untrained(name):
             marks.append(model_hash("default" if name == LEARNED else name))
     return marks
 
 
-def _params(estimator: object) -> str:
-    return json.dumps(getattr(estimator, "params", {}), sort_keys=True, default=str)
-
-
 def _key(title: str, mlir: str, device: DeviceSpec, lowering: str, marks: Sequence[str]) -> str:
     described = json.dumps(asdict(device), sort_keys=True, default=str)
-    # Joined by NUL, which no part contains, so that different parts never make one text.
+    # Joined by NUL, which no part contains, so that the key is unambiguous.
     parts = (str(VERSION), title, mlir, described, lowering, *marks)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -207,7 +203,7 @@ def _key(title: str, mlir: str, device: DeviceSpec, lowering: str, marks: Sequen
 def _ask(
     title: str, mlir: str, device: DeviceSpec, lowering: str, predictors: Mapping[str, Predictor]
 ) -> dict[str, object]:
-    """Answers of all models for a program, its distinct kernels once each."""
+    """Predict a program and its distinct kernels by all models."""
     from ...features.ir.reader import read_program
     from ...features.lowering.lower import lower
     from ...predict.program.fidelities import fidelity
@@ -218,7 +214,7 @@ def _ask(
     except LoweringError as error:
         return {**named, "reason": str(error)}
     predictions = [fidelity(name, own, lowered, device) for name, own in predictors.items()]
-    # Reversed, so that the first of equal kernels is the one kept.
+    # Reversed, so that the first of equal kernels is kept.
     first = {k.hash: i for i, k in reversed(list(enumerate(lowered.kernels))) if k.takes_time}
     kernels = [
         {
@@ -245,22 +241,23 @@ def _ask(
 
 
 def print_report(console: Console, report: FidelityReport) -> None:
-    """Print the programs, then the rank correlations."""
+    """Print the programs and the rank correlations."""
     from ...common.tables_text import print_frame
 
     if report.answers:
-        print_frame(console, _shown(report), "programs: µs of a run, and the share modelled itself")
+        title = "programs: µs per run, and share predicted without fallback"
+        print_frame(console, _shown(report), title)
         correlations = report.correlations()
         for column in ("rho_programs", "rho_kernels", "rho_products", "ratio"):
             correlations[column] = [f"{v:.2f}" if v == v else "–" for v in correlations[column]]
-        print_frame(console, correlations, "rank correlation (Spearman) of each two estimators")
+        print_frame(console, correlations, "rank correlation (Spearman) of pairs of estimators")
     for failure in report.failures:
         console.print(f"{failure['program']} on {failure['device']}: {failure['reason']}")
     console.print(f"{report.seconds:.0f} s")
 
 
 def _shown(report: FidelityReport) -> pd.DataFrame:
-    """The programs with a column for each model, as text."""
+    """Tabulate the programs as text, with a column for each model."""
     return pd.DataFrame(
         [
             {
@@ -268,8 +265,8 @@ def _shown(report: FidelityReport) -> pd.DataFrame:
                 "program": _short(own["program"]),
                 "kernels": own["count"],
                 **{
-                    name: f"{told['latency_us']:.0f} {told['covered']:.0%}"
-                    for name, told in own["totals"].items()
+                    name: f"{total['latency_us']:.0f} {total['covered']:.0%}"
+                    for name, total in own["totals"].items()
                 },
             }
             for own in report.answers

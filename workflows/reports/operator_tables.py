@@ -1,4 +1,4 @@
-"""Printed tables of the report on published operator tables, and names for tracking."""
+"""Printed tables of the report on operators, and metric names for MLflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...common.types import JsonMapping
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Figures of the printed tables: title, and the column of label noise to print beside it.
+#: Figures of the printed tables: title, and the column of label noise to print with it.
 FIGURES = {
     "mape": ("mean APE", "noise_mape"),
     "median_ape": ("median APE", "noise_median_ape"),
@@ -22,15 +22,15 @@ FIGURES = {
 
 
 def print_studies(console: Console, judged: pd.DataFrame, noise: pd.DataFrame) -> None:
-    """Print every study's tables, errors in per cent, beside the label noise."""
+    """Print the tables of every study, with errors in percent and the label noise."""
     from ...models.operators.studies import STUDIES
 
     for name, own in judged.groupby("study", sort=False):
         study = STUDIES[str(name)]
-        # Rows with samples are calibrations of a left-out chip, which have tables of their own.
+        # Calibrations of held-out chips, which have samples, are in separate tables.
         plain = own[own["samples"] == 0]
         column = "left_out" if study.leaves_out else "split"
-        # Tensor-core packs have many dtypes and few devices, the others the reverse.
+        # Tensor-core tables have many dtypes and few devices, the others the reverse.
         finer = "device" if name == "estimators" else "dtype"
         for value, part in plain.groupby(column, sort=True):
             title = f"{study.title}: {value}"
@@ -57,7 +57,7 @@ def _print(
     if floor is not None:
         columns = [c for c in by if c in noise]
         floors = noise_table(noise, columns)[[*columns, floor]]
-        # Left join: families without repeated measurements keep their row.
+        # Left join, to keep families without repeated measurements.
         wide = wide.merge(floors.rename(columns={floor: "noise"}), how="left", on=columns)
     _show(console, percent(wide, (*by, "n")), f"{title}, {what} in %")
 
@@ -71,7 +71,7 @@ def _print_samples(console: Console, title: str, judged: pd.DataFrame) -> None:
 
 
 def _show(console: Console, frame: pd.DataFrame, title: str) -> None:
-    """A table below its title, which may be wider than the table."""
+    """Print a table below its title, which may be wider than the table."""
     from rich.text import Text
 
     from ...common.tables_text import print_frame
@@ -81,12 +81,12 @@ def _show(console: Console, frame: pd.DataFrame, title: str) -> None:
 
 
 def metric_names(figures: pd.DataFrame) -> dict[str, float]:
-    """Name figures as MLflow allows: ``study/left_out/split/family/samples/figure``."""
+    """Name figures for MLflow: ``study/left_out/split/family/samples/figure``."""
     metrics: dict[str, float] = {}
     for row in figures.to_dict("records"):
         words = [row["study"], row["left_out"], row["split"], row["key"]]
         words += [f"{row['samples']} samples"] if row["samples"] else []
-        # Slashes separate the parts, and MLflow does not allow a plus sign.
+        # Slashes separate the parts; MLflow does not allow plus signs.
         prefix = "/".join(str(w).replace("/", ".").replace("+", " ") for w in words if w)
         metrics |= {f"{prefix}/{name}": float(row[name]) for name in FIGURES}
     return metrics
@@ -95,8 +95,7 @@ def metric_names(figures: pd.DataFrame) -> dict[str, float]:
 def print_shipped(console: Console, methods: Sequence[str]) -> None:
     """Print the errors in the shipped model's manifest.
 
-    Errors of the same settings fitted to split ``train`` alone, and those on the devices of each
-    chip while it was left out.
+    These are the errors of the same settings fitted to split ``train``, and of each held-out chip.
 
     Args:
         console: Console to print to.
@@ -114,7 +113,7 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
             title = f"shipped model's settings, fitted to all rows of split train: {split}, in %"
             _show(console, percent(_by_dtype(part), ("key", "dtype", "n")), title)
     keys = [key for key in manifest["families"] if key.split("/")[0] in methods]
-    title = "shipped model, each chip left out while it was trained, mean APE in %"
+    title = "shipped model, each chip held out, mean APE in %"
     for method in methods:
         own_keys = [key for key in keys if key.startswith(f"{method}/")]
         errors = left_out_errors({key: manifest["families"][key] for key in own_keys})
@@ -123,7 +122,7 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
 
 
 def left_out_errors(families: Mapping[str, JsonMapping]) -> pd.DataFrame:
-    """Tabulate a manifest's mean errors on left-out chips: one row per family."""
+    """Tabulate a manifest's mean errors on held-out chips, with a row per family."""
     rows = {
         key: {chip: errors["mape"] for chip, errors in data.get("left_out", {}).items()}
         for key, data in families.items()
@@ -133,9 +132,8 @@ def left_out_errors(families: Mapping[str, JsonMapping]) -> pd.DataFrame:
 
 
 def _by_dtype(figures: pd.DataFrame) -> pd.DataFrame:
-    """Pool figures by family, and by dtype for families that have several."""
+    """Pool figures by family, and by dtype for families with several dtypes."""
     fine = pooled(figures, ("key", "dtype"))
-    # A family with a single dtype would only repeat its own line.
     several = fine[fine["key"].duplicated(keep=False)]
     both = pd.concat([pooled(figures, ("key",)).assign(dtype="all"), several])
     return both[["key", "dtype", "n", "mape", "coverage"]].sort_values(["key", "dtype"])

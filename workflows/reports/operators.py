@@ -1,4 +1,4 @@
-"""The report on published operator tables: fits part by part, figures in a file and in MLflow."""
+"""Report on operators: fit and test estimators on published tables, part by part."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Table of second measurements of rows of the tensor-core pack.
+#: Table of repeated measurements of rows of the tensor-core tables.
 REPEATS = "repeats_tc.parquet"
-#: Columns that identify one row of the figures in the file.
+#: Columns that identify a row of the figures in the output.
 CELL = ("study", "estimator", "left_out", "samples", "split", "key", "dtype", "device")
 
 
 def run_operator_report(console: Console, settings: OperatorReportSettings) -> pd.DataFrame:
-    """Fit and test all missing parts, print the tables, write and track them.
+    """Fit and test all missing parts, and print, write and track the figures.
 
     Args:
         console: Console to print to.
         settings: The tables, the studies and the output.
 
     Returns:
-        The figures, one row per study, estimator, left-out chip, split, family, dtype and device.
+        The figures, one row per study, estimator, held-out chip, split, family, dtype and device.
 
     Raises:
         DatasetError: There is no table, or no rows for the studies.
@@ -78,7 +78,7 @@ def _methods(studies: Sequence[str]) -> set[str]:
 
 
 def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, DeviceSpec]]:
-    """Load the rows whose latency was measured by one of the methods, and their devices."""
+    """Load the rows that were measured by one of the methods, and their devices."""
     from ...datagen.published.importer import OPERATOR_FILES
     from ...features.devices.catalogue import find_device
     from ...features.operators.schema import methods as known_methods
@@ -89,12 +89,12 @@ def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, Devi
         expected = "expected " + ", ".join(OPERATOR_FILES)
         raise DatasetError("no operator table here", where=str(folder), hint=expected)
     columns = ("id", "source", "split", "latency_us")
-    # Filtered while reading: the packs hold millions of rows.
+    # Filtered while reading, because the tables have millions of rows.
     wanted = [("source", "in", [s for s, method in known_methods().items() if method in methods])]
     tables = [t for t in (_table(path, columns, wanted) for path in files) if len(t)]
     if not tables:
         raise DatasetError(
-            f"no rows for this study: labels taken by {' or '.join(sorted(methods))}",
+            f"no rows for this study, which were measured by {' or '.join(sorted(methods))}",
             where=str(folder),
             hint="choose another --study",
         )
@@ -114,12 +114,12 @@ def _table(
 
 
 def _noise(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute label noise from second measurements if there are any, else from equal rows."""
+    """Compute label noise from repeated measurements if there are any, else from equal rows."""
     from ...models.operators.studies import repeat_noise, replicate_noise
 
     columns = ("family", "dtype", "latency_first_us", "latency_us")
     repeats = [repeat_noise(_table(path, columns)) for path in sorted(folder.rglob(REPEATS))]
-    # Second measurements are better evidence of noise than two rows of equal parameters.
+    # Repeated measurements are better evidence of noise than rows with equal parameters.
     repeated = {key for table in repeats for key in set(table["key"])}
     return pd.concat(
         [*repeats, replicate_noise(rows[~rows["key"].isin(repeated)])], ignore_index=True
@@ -127,7 +127,7 @@ def _noise(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_earlier(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
-    """Append rows as they were measured with an earlier version of their library, if any were."""
+    """Append the rows that were also measured with an earlier version of their library."""
     from ...models.operators.studies import earlier_versions
 
     columns = ("of_id", "version", "latency_us")
@@ -139,7 +139,7 @@ def _with_earlier(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _digest(rows: pd.DataFrame) -> str:
-    # Identifiers and labels: what a figure depends on, whatever columns the tables have.
+    # Identifiers and labels determine the figures; other columns may vary.
     labels = rows[["id", "latency_us"]].astype({"id": str})
     hashes = pd.util.hash_pandas_object(labels, index=False).to_numpy()
     return hashlib.sha256(hashes.tobytes()).hexdigest()[:16]
@@ -151,7 +151,7 @@ def _parts(
     rows: pd.DataFrame,
     devices: Mapping[str, DeviceSpec],
 ) -> list[Part]:
-    """List all parts; default estimators that are not installed are skipped.
+    """List all parts, skipping default estimators that are not installed.
 
     Raises:
         DatasetError: A requested family has no rows.
@@ -180,11 +180,10 @@ def _parts(
         try:
             make_estimator(name)
         except ModelError as error:
-            # Named by the user, so its absence is an error; a default one is left out with a note.
             if settings.estimators:
                 raise
             missing.add(name)
-            console.print(f"left out {name}: {error}", highlight=False)
+            console.print(f"skipping {name}: {error}", highlight=False)
     return [part for part in parts if part.estimator not in missing]
 
 
@@ -196,19 +195,17 @@ def _judge(
     folder: Path,
     threads: int,
 ) -> pd.DataFrame:
-    """Predict all parts, or read their predictions from files of earlier runs."""
+    """Predict all parts, reading finished ones from files of earlier runs."""
     from ...common.progress import tracked
     from ...models.operators.report import PartStore, draw, judge, possible
 
     store, tables, kept = PartStore(folder), [], 0
-    # Split once: every part draws from the rows of its family.
     families = {str(key): own for key, own in rows.groupby("key")}
     for number, part in enumerate(tracked(parts, len(parts), "fitting"), 1):
         drawn = draw(part, families.get(part.key, rows.iloc[:0]))
         if not possible(drawn):
-            console.print(f"{part.title}: too few rows, left out", highlight=False)
+            console.print(f"{part.title}: skipped, too few rows", highlight=False)
             continue
-        # One file for each part: a report that was stopped resumes with the next one.
         path = store.path(part, drawn)
         table = store.read(path)
         if table is None:
@@ -220,7 +217,7 @@ def _judge(
             kept += 1
         tables.append(table)
     if kept:
-        console.print(f"{kept} parts were there", highlight=False)
+        console.print(f"{kept} parts were already finished", highlight=False)
     if not tables:
         raise DatasetError(
             "no family has enough rows", where=str(folder), hint="raise --max-rows, or import more"
@@ -249,7 +246,7 @@ def _write(
 def _track(
     console: Console, settings: OperatorReportSettings, judged: pd.DataFrame, digest: str
 ) -> None:
-    """Log a run with a child run per estimator: figures by family, tables by device."""
+    """Log a run with a child run per estimator."""
     from ...models.operators.report import summary
     from ...models.tracking.mlflow_store import RunLog, parent_run
     from .operator_tables import metric_names
@@ -281,7 +278,7 @@ def _track(
 
 
 def _rows(judged: pd.DataFrame) -> pd.DataFrame:
-    """Predictions of an estimator for accuracy pages; a split is named with its study."""
+    """Predictions of an estimator for accuracy pages; the split includes the study's name."""
     from ...models.tracking.mlflow_store import tidy
 
     return tidy(judged.assign(split=judged["study"] + ": " + judged["split"]), level="op")

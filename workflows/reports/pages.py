@@ -1,9 +1,8 @@
-"""The pages of accuracy: one for each kind of question, and what leads to them.
+"""Generate the accuracy pages: one for each kind of prediction, and their index.
 
-Figures of operators are read from the shipped model's file; the others are data beside this module,
-as training and evaluation printed them. Plots of predictions of left-out rows against what was
-measured are densities: cells of a grid say how many rows lie in them, not which, so that tables
-that may not be passed on can be shown.
+Figures of operators are read from the shipped model; the others are in ``pages.yaml``, as printed
+by training and evaluation. Plots of predictions against measurements show densities, which do not
+reveal single rows of tables that may not be redistributed.
 """
 
 from __future__ import annotations
@@ -29,34 +28,48 @@ if TYPE_CHECKING:
 
 #: Command that writes the pages.
 MADE_BY = "opcast report pages --out docs/accuracy"
-#: Marks a page as generated, as the other reports.
+#: Marks a page as generated.
 MARK = f"> **Generated** by `{MADE_BY}`; do not edit it by hand.\n"
-#: What splits of published operators hold.
+#: What is held out in the splits of published operators.
 _SPLITS = {
     "val": "shapes",
     "val_group": "layers, heads, models",
     "dev_larger_shape": "larger shapes",
     "dev_unseen_gpu": "A100 PCIe 80 GB",
 }
-
-
-#: What figures are kept by, and which are shown.
+#: Columns to group the metrics of a manifest by, and the figures to average.
 _OF_FAMILY, _FIGURES = ["key", "split"], ("mape", "median_ape", "coverage", "width_ratio")
-#: Columns of pages whose figures are data.
-_COLUMNS = ("what", "left out", "error", "inside", "width", "noise", "blind")
-#: Columns of what others predict of the same rows.
-_PEERS = ("who", "rows", "its error", "opcast's", "left out of opcast")
+#: Columns of the pages with figures from ``pages.yaml``.
+_COLUMNS = ("what", "held out", "error", "inside", "width", "noise", "blind")
+#: Columns of comparisons with other projects.
+_PEERS = ("project", "rows", "its error", "opcast's", "held out of opcast")
+#: Names of metrics in plots.
+_NAMES = {
+    "step": "step time",
+    "tpot": "TPOT",
+    "ttft": "TTFT",
+    "per_token": "1 / throughput",
+    "latency": "latency",
+}
+#: Cells of the density grid along an axis.
+_CELLS = 36
+#: Width and height of a panel in inches, and pixels per inch.
+_INCHES, _DPI = 3.4, 90
+#: Number of colours of a picture, which halves its size.
+_COLOURS = 64
+#: Ratio marked by the lines beside the diagonal.
+_BESIDE = 1.25
 
 
 class Plot(TypedDict):
-    """A page's plot of rows that were left out: in which way, and its caption."""
+    """Plot of a page: what is held out, and the caption."""
 
     left_out: str
     caption: str
 
 
 class Kind(TypedDict, total=False):
-    """A page in ``pages.yaml``; each line of ``rows`` and ``peers`` has bars between its cells."""
+    """A page in ``pages.yaml``; bars separate the cells in the lines of ``rows`` and ``peers``."""
 
     title: str
     command: str
@@ -72,7 +85,7 @@ class Kind(TypedDict, total=False):
 
 
 def pages() -> dict[str, str]:
-    """Text of every page by the name of its file."""
+    """Make the text of every page, by file name."""
     kinds = _kinds()
     index, operators = kinds.pop("index"), kinds.pop("operators")
     errors = operator_errors()
@@ -83,12 +96,12 @@ def pages() -> dict[str, str]:
 
 
 def _kinds() -> dict[str, Kind]:
-    """The pages' data by name."""
+    """Load the data of the pages by name."""
     return dict(own_data("workflows/reports/pages.yaml"))
 
 
 def _cells(text: str) -> list[list[str]]:
-    """Cells of rows; an empty first cell is that of the row above."""
+    """Split lines into cells; an empty first cell repeats that of the row above."""
     rows: list[list[str]] = []
     for line in text.splitlines():
         first, *others = (cell.strip() for cell in line.split("|"))
@@ -104,11 +117,11 @@ def _page(name: str, kind: Kind) -> str:
     if "plot" in kind:
         lines += [f"![Predicted against measured]({name}.png)", "", kind["plot"]["caption"]]
     if "peers" in kind:
-        lines += ["Other projects on the same rows:", ""]
+        lines += ["Errors of other projects on the same rows:", ""]
         lines += [*markdown_table(_PEERS, _cells(kind["peers"])), "", kind["beside"]]
     else:
-        lines += ["No predictions of these rows by other projects are known to us.", ""]
-    lines += [f"What the figures mean and what limits them: {_links(kind)}.", ""]
+        lines += ["We know of no predictions of these rows by other projects.", ""]
+    lines += [f"For the methods and their limits, see {_links(kind)}.", ""]
     return "\n".join(lines)
 
 
@@ -118,16 +131,16 @@ def _links(kind: Kind) -> str:
 
 
 class Errors(NamedTuple):
-    """Errors of a family of operators on what was left out.
+    """Held-out errors of a family of operators.
 
     Attributes:
         key: The family.
-        left: Split, or the devices of a chip joined by ``+``.
-        rows: That are judged.
-        mape: Mean absolute error over predicted time.
-        median: Of the same.
-        coverage: Share inside the 90 % interval; 0 of chips, of which the pages show none.
-        width: Its upper over its lower end; 0 likewise.
+        left: Split, or the devices of the held-out chip joined by ``+``.
+        rows: Number of test rows.
+        mape: Mean absolute relative error.
+        median: Median absolute relative error.
+        coverage: Coverage of the 90 % interval; 0 (not shown) for chips.
+        width: Ratio of its bounds; 0 (not shown) for chips.
     """
 
     key: str
@@ -140,12 +153,12 @@ class Errors(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Mean and, in brackets, median in per cent."""
+        """Mean and, in brackets, median in percent."""
         return f"{100 * self.mape:.1f} ({100 * self.median:.1f})"
 
 
 def operator_errors() -> list[Errors]:
-    """Errors of the shipped model of operators, as its file keeps them."""
+    """Read the errors of the shipped operator model from its manifest."""
     from ...models.core.registry import OPERATOR_MODEL, PRETRAINED
     from ...models.core.store import read_manifest
     from ...models.operators.report import metrics_of
@@ -161,7 +174,7 @@ def operator_errors() -> list[Errors]:
 
 
 def _mean(key: str, split: str, part: pd.DataFrame) -> Errors:
-    """Figures over devices and formats, each by its rows."""
+    """Mean figures over devices and number formats, weighted by rows."""
     weight = part["n"].to_numpy(float)
     mape, median, coverage, width = (
         float(np.average(part[name].to_numpy(float), weights=weight)) for name in _FIGURES
@@ -184,34 +197,35 @@ def _operators(kind: Kind, errors: Sequence[Errors]) -> str:
             chips.setdefault(e.key, []).append(f"{_chip(e.left)} {e.text}")
     left = [[f"`{key}`", ", ".join(own)] for key, own in chips.items()]
     lines = ["# Accuracy: operators", "", MARK, kind["text"]]
-    lines += [*markdown_table(["family", "left out", "rows", "error", "inside", "width"], rows), ""]
-    lines += [kind["left"], *markdown_table(["family", "chip left out: error"], left), ""]
-    lines += [kind["noise"], f"More: {_links(kind)}.", ""]
+    lines += [*markdown_table(["family", "held out", "rows", "error", "inside", "width"], rows), ""]
+    lines += [kind["left"], *markdown_table(["family", "held-out chip: error"], left), ""]
+    lines += [kind["noise"], f"For details, see {_links(kind)}.", ""]
     return "\n".join(lines)
 
 
 def _chip(devices: str) -> str:
-    """A chip by its first device, with how many more have it."""
+    """Name a chip by its first device, followed by the number of others."""
     first, *others = devices.split("+")
     return first + (f" (+{len(others)})" if others else "")
 
 
 def _index(index: Kind, kinds: Mapping[str, Kind], errors: Sequence[Errors]) -> str:
-    """The first page: of each kind the first row, and the last one that nothing was fitted to."""
+    """Make the index: for each page, the first row and the last one that is entirely blind."""
     rows: list[list[str]] = []
     for key, name in (("graph/linear", "GEMM"), ("graph/generation_attention", "decode attention")):
         own = {e.left: 100 * e.mape for e in errors if e.key == key}
         chips = [error for left, error in own.items() if left not in _SPLITS]
         link = "[operators](operators.md)"
-        rows.append([link, f"{name}; left out: layers, heads", f"{own['val_group']:.1f}"])
+        rows.append([link, f"{name}; held out: layers, heads", f"{own['val_group']:.1f}"])
         span = f"{min(chips):.0f} to {max(chips):.0f}"
-        rows.append([link, f"{name}; left out: each chip, which constants knew", span])
+        what = f"{name}; held out: each chip, but not from constants of the physics"
+        rows.append([link, what, span])
     for name, kind in kinds.items():
         own_rows = _cells(kind["rows"])
         blind = [row for row in own_rows if row[-1] != "no"]
         for row in (own_rows[0], blind[-1]):
             link = f"[{kind['title']}]({name}.md)"
-            rows.append([link, f"{row[0]}; left out: {row[1]}", row[2]])
+            rows.append([link, f"{row[0]}; held out: {row[1]}", row[2]])
     lines = [
         "# Accuracy",
         "",
@@ -237,7 +251,7 @@ def run_pages(console: Console, settings: PagesSettings) -> None:
 
 
 def _draw(settings: PagesSettings) -> int:
-    """Draw the plots of pages whose rows that were left out are there; returns how many."""
+    """Draw the plots whose tables of held-out rows exist; return their number."""
     from ...common.parquet import read_table
 
     assert settings.left_out is not None
@@ -246,9 +260,9 @@ def _draw(settings: PagesSettings) -> int:
     there = {name: path for name, path in tables.items() if path.exists()}
     if not there:
         raise DatasetError(
-            f"has none of {', '.join(path.name for path in tables.values())}",
+            f"contains none of {', '.join(path.name for path in tables.values())}",
             where=str(settings.left_out),
-            hint="write them by opcast train --left-out",
+            hint="write them with opcast train --left-out",
         )
     for name, path in there.items():
         left = read_table(path, ("metric", "left_out", "measured", "predicted"))
@@ -260,31 +274,13 @@ def _draw(settings: PagesSettings) -> int:
     return len(there)
 
 
-#: What answers are called, by metric of the tables.
-_NAMES = {
-    "step": "step time",
-    "tpot": "TPOT",
-    "ttft": "TTFT",
-    "per_token": "1 / throughput",
-    "latency": "latency",
-}
-#: Cells of the grid along an axis.
-_CELLS = 36
-#: Width and height of a panel in inches, and its pixels an inch.
-_INCHES, _DPI = 3.4, 90
-#: Colours of a picture, so that it takes half of the bytes.
-_COLOURS = 64
-#: Lines beside the diagonal: too fast, or too slow, by so much.
-_BESIDE = 1.25
-
-
 def draw_parity(left: pd.DataFrame, path: Path) -> None:
-    """Draw predicted against measured seconds, a panel for each metric.
+    """Draw predicted against measured seconds, with a panel for each metric.
 
     Args:
-        left: Rows with ``metric``, ``measured`` and ``predicted``, as ``opcast train --left-out``
-            writes them, of one way of leaving out.
-        path: PNG to write; the same rows give the same bytes.
+        left: Rows of ``opcast train --left-out`` for one way of holding out, with ``metric``,
+            ``measured`` and ``predicted``.
+        path: PNG file to write; the same rows give the same bytes.
     """
     from matplotlib.figure import Figure
     from PIL import Image

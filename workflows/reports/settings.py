@@ -1,4 +1,4 @@
-"""Settings of the reports, saved beside their output like other commands' settings."""
+"""Settings of the reports, saved beside their output like those of other commands."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DeviceReportSettings(Settings):
     """Settings of ``opcast report devices``.
 
     Attributes:
-        devices: Names or device files; none for those of ``shown_devices.yaml``.
+        devices: Names or device files; by default those of ``shown_devices.yaml``.
     """
 
     command: ClassVar[str] = "report devices"
@@ -69,7 +69,9 @@ class PagesSettings(Settings):
     out: Out
     left_out: Annotated[
         Path | None,
-        Option("Folder of tables of train --left-out (steps.parquet ...): plot them anew."),
+        Option(
+            "Folder with tables of train --left-out (steps.parquet ...) to redraw the plots of."
+        ),
     ] = None
 
 
@@ -78,11 +80,11 @@ class ClusterReportSettings(Settings):
     """Settings of ``opcast report clusters``.
 
     Attributes:
-        out: JSON file for the figures; plots and parts go into a folder of its name.
-        models: Names of ``MODELS`` of :mod:`.clusters`; none for all.
-        scaling: Numbers of devices; none for ``SCALING``.
+        out: JSON file for the figures; plots and parts are written to a folder of the same name.
+        models: Names in ``MODELS`` of :mod:`.clusters`; empty for all.
+        scaling: Numbers of devices; empty for ``SCALING``.
         grid: Axes of the search for the best plan; ``None`` for ``GRID``.
-        workers: Processes of the searches.
+        workers: Number of processes.
     """
 
     command: ClassVar[str] = "report clusters"
@@ -95,7 +97,7 @@ class ClusterReportSettings(Settings):
 
     @property
     def folder(self) -> Path:
-        """Folder of the plots and of the results of searches and fits."""
+        """Folder of the plots and of intermediate results."""
         return self.out.with_suffix("")
 
 
@@ -104,8 +106,8 @@ class OperatorReportSettings(Settings):
     """Settings of ``opcast report operators``.
 
     Attributes:
-        out: JSON file for the figures; the parts go into :attr:`folder`.
-        studies: Names of ``STUDIES`` of :mod:`~opcast.models.operators.studies`; none for all.
+        out: JSON file for the figures; parts are written to :attr:`folder`.
+        studies: Names in ``STUDIES`` of :mod:`~opcast.models.operators.studies`; empty for all.
     """
 
     command: ClassVar[str] = "report operators"
@@ -123,12 +125,12 @@ class OperatorReportSettings(Settings):
         Sequence[str], Option("Estimator; may be given again.", ("--model",))
     ] = ()
     families: Annotated[
-        Sequence[str], Option("Such as eager/bmm; may be given again.", ("--family",))
+        Sequence[str], Option("Family such as eager/bmm; may be given again.", ("--family",))
     ] = ()
-    # Families with fewer than 200 rows are not learned (docs/operator-learning.md).
+    # Families with fewer than 200 rows are not fitted (docs/operator-learning.md).
     max_rows: Annotated[
         int | None,
-        Option("Maximum rows of a family to learn from, and of a test split.", least=200),
+        Option("Maximum rows per family to learn from, and per test split.", least=200),
     ] = None
     seed: Seed = 0
     threads: Threads = 2
@@ -136,7 +138,7 @@ class OperatorReportSettings(Settings):
 
     @property
     def folder(self) -> Path:
-        """Folder of the parts of the report."""
+        """Folder of finished parts of the report."""
         return self.out.with_name(f"{self.out.stem}-parts")
 
 
@@ -149,7 +151,7 @@ class FidelitySettings(Settings):
     """Settings of ``opcast fidelities``.
 
     Attributes:
-        models: Estimators, as of :func:`~opcast.predict.program.fidelities.compare_fidelities`.
+        models: Estimators, as for :func:`~opcast.predict.program.fidelities.compare_fidelities`.
         progress: Whether to show progress.
     """
 

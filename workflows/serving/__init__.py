@@ -1,1 +1,1 @@
-"""Tables of measured serving: predict and judge them, and learn from them."""
+"""Evaluate, train and calibrate serving models with tables of measured runs."""

@@ -1,4 +1,4 @@
-"""Adapt the model of serving to one's own stack: host time, efficiency, memory."""
+"""Adapt the serving model to a serving stack: host time, efficiency, memory."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
     from ..settings import TableSettings
 
-#: Name of the machines of rows that do not say whose they are.
+#: Source of rows that do not specify one.
 OWN = "own"
-#: Figures that are compared with predictions, in words.
-_FIGURE = {"tpot": "time of a further token", "per_token": "time of an output token in all"}
-#: Column with the tokens that the cache of an engine holds, as vLLM and SGLang log at start.
+#: Descriptions of metrics.
+_FIGURE = {"tpot": "time per output token", "per_token": "inverse throughput"}
+#: Column with the capacity of an engine's KV cache in tokens, which vLLM and SGLang log at start.
 CACHE = "kv_cache_tokens"
 
 
@@ -58,26 +58,26 @@ def calibrate_serving(
     folder: Path,
     tell: Tell = lambda text: None,
 ) -> tuple[ServingModel, pd.DataFrame]:
-    """Learn of one's own runs, with errors before and after.
+    """Adapt a serving model to measured runs of a stack.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives; its
-            ``kv_cache_tokens``, where given, say how much of the memory the engines use.
-        operators: Model of library operators; ``None`` for rooflines.
-        model: That is adapted.
-        folder: That the table's traces are in.
-        tell: Told of rows and answers that are not learned from, and why.
+        table: Table from :func:`~opcast.predict.cluster.case_table.read_cases`; its optional
+            column ``kv_cache_tokens`` determines the fraction of memory that the engines use.
+        operators: Operator model; ``None`` for rooflines.
+        model: The model to adapt.
+        folder: Folder of the table's traces.
+        tell: Called with a message for each row or measurement that is not used.
 
     Returns:
-        The adapted model, and for each metric median absolute errors: ``before``, ``after``, and
-        ``unseen``, of each run when it was not learned from.
+        The adapted model, and median absolute errors for each metric: ``before``, ``after``, and
+        ``unseen``, with each run held out in turn.
 
     Raises:
-        DatasetError: No row has an answer and can be expressed, or rows are of several machines.
+        DatasetError: No measured row can be predicted, or the rows are of several stacks.
     """
     table = table.copy()
-    said = table["source"] if "source" in table else pd.Series(OWN, index=table.index)
-    table["source"] = said.fillna(OWN).replace("", OWN)
+    source = table["source"] if "source" in table else pd.Series(OWN, index=table.index)
+    table["source"] = source.fillna(OWN).replace("", OWN)
     rows, reasons = serving_rows(table, folder)
     for name, reason in zip(table["id"], reasons, strict=True):
         if reason:
@@ -86,7 +86,8 @@ def calibrate_serving(
     own = [row for row in own if row.measured]
     if not own:
         why = next((reason for reason in reasons if reason), "none has ttft_ms, tpot_ms, out_tok_s")
-        raise DatasetError(f"no row to calibrate on: {why}", hint="docs/serving.md lists columns")
+        hint = "docs/serving.md describes the columns"
+        raise DatasetError(f"no row to calibrate on: {why}", hint=hint)
     shapes = {row.deployment.model.shape(): row.group for row in own} | model.provenance.shapes
     known = replace(model.provenance, shapes=shapes)
     predictor = ServingPredictor(operators, replace(model, provenance=known))
@@ -96,7 +97,7 @@ def calibrate_serving(
     if len(set(devices)) < len(devices):
         raise DatasetError(
             f"runs of several sources: {', '.join(clusters)}",
-            hint="one file for each stack, or the same source in all rows",
+            hint="give one file per stack, or the same source in all rows",
         )
     seen = observer(predictor, own)(model.effects)
     seen = _near(own, seen, tell)
@@ -115,7 +116,7 @@ def calibrate_serving(
         errors[name] = np.abs(np.expm1(-logs))
     figures = errors.groupby("metric").median().reset_index()
     figures.insert(1, "runs", errors.groupby("metric").size().to_numpy())
-    # A run that is the only one was judged by the model as it was.
+    # A single run cannot be held out; its error is that of the model before.
     left = np.where(np.isfinite(left), left, before)
     whole = request_errors(seen, left, [row.closed_output() for row in own])
     adapted = replace(model, effects=effects, provenance=known)
@@ -129,22 +130,22 @@ def calibrate_serving(
 def calibrated(
     rows: Sequence[ServingRow], operators: OpModel | None, model: ServingModel, tell: Tell
 ) -> ServingModel:
-    """A model with the effects of its rows' clusters, of rows that nothing speaks against.
+    """Adapt a model to the plausible measurements of some rows.
 
     Args:
-        rows: Of a table's own splits.
-        operators: Model of library operators; ``None`` for rooflines.
-        model: That is adapted.
-        tell: Told of answers that are not learned from, and why.
+        rows: Rows of calibration splits.
+        operators: Operator model; ``None`` for rooflines.
+        model: The model to adapt.
+        tell: Called with a message for each measurement that is not used.
 
     Raises:
-        DatasetError: No row has an answer that can be learned from.
+        DatasetError: No row has a usable measurement.
     """
     own = [row for row in above_floor(rows, tell) if row.measured]
     if not own:
         raise DatasetError(
             "no row to calibrate on",
-            hint="give rows a split that begins with calib, and a latency or throughput",
+            hint="give rows with a latency or throughput a split that begins with calib",
         )
     predictor = ServingPredictor(operators, model)
     contexts = [predictor.context(row.deployment) for row in own]
@@ -153,18 +154,18 @@ def calibrated(
 
 
 def _near(rows: Sequence[ServingRow], seen: Observed, tell: Tell) -> Observed:
-    """Answers near what is predicted; first tokens, which may wait for others, are all kept.
+    """Select plausible measurements; times to first token, which may include waiting, are all kept.
 
-    Published ones are up to 400 times off.
+    Published times to first token are up to 400 times as long as predicted.
 
     Raises:
-        DatasetError: None is near.
+        DatasetError: No measurement is plausible.
     """
     why = [
         ""
         if metric == "ttft"
-        else far_off(f"{rows[at].id}: {_FIGURE[metric]} of {np.exp(own):.3g} s", own - said)
-        for at, metric, own, said in zip(
+        else far_off(f"{rows[at].id}: {_FIGURE[metric]} of {np.exp(own):.3g} s", own - simulated)
+        for at, metric, own, simulated in zip(
             seen.rows, seen.metrics, seen.measured, seen.simulated, strict=True
         )
     ]
@@ -173,8 +174,8 @@ def _near(rows: Sequence[ServingRow], seen: Observed, tell: Tell) -> Observed:
     near = np.array([not reason for reason in why])
     if not near.any():
         raise DatasetError(
-            "no row to calibrate on: all are far from what is predicted",
-            hint="docs/serving.md lists columns and units",
+            "no row to calibrate on: all differ implausibly from the predictions",
+            hint="docs/serving.md describes columns and units",
         )
     return Observed(*(column[near] for column in seen))
 
@@ -187,7 +188,7 @@ def _stack(
     left: np.ndarray,
     whole: Mapping[int, float],
 ) -> OwnStack:
-    """Model groups of a cluster's runs, and ends of their intervals."""
+    """Model groups of a cluster's runs, and the bounds of its intervals."""
     errors: dict[str, list[float]] = {}
 
     def add(metric: str, at: int, error: float) -> None:
@@ -211,7 +212,7 @@ def _memory(
     predictor: ServingPredictor,
     clusters: Sequence[str],
 ) -> list[float]:
-    """Share of the memory that the engines of each cluster use; 0 where no row says it."""
+    """Fraction of the memory that the engines of each cluster use; 0 if unknown."""
     if CACHE not in table:
         return [0.0] * len(clusters)
     found: dict[str, list[float]] = {}
@@ -225,11 +226,11 @@ def _memory(
 
 
 def run_calibrate_serving(console: Console, settings: TableSettings) -> ServingModel:
-    """Adapt to a table of one's own runs, print errors before and after, and save the model.
+    """Adapt a serving model to a table of runs, print errors before and after, and save it.
 
     Raises:
-        DatasetError: No row has an answer and can be expressed.
-        WorseModelError: The adapted model is worse on runs that it did not learn from.
+        DatasetError: No measured row can be predicted.
+        WorseModelError: The adapted model is worse on held-out runs.
     """
     model, figures = calibrate_serving(
         read_cases(settings.table, "serving"),
@@ -238,12 +239,12 @@ def run_calibrate_serving(console: Console, settings: TableSettings) -> ServingM
         settings.table.parent,
         partial(console.print, highlight=False, soft_wrap=True),
     )
-    print_frame(console, in_percent(figures), "own runs, median errors in %")
+    print_frame(console, in_percent(figures), "calibration runs, median errors in %")
     few = int(figures["runs"].max())
     if few < FEWEST:
         console.print(
-            f"{few} runs are few: from {FEWEST} on, host time and efficiency can be told apart, "
-            "and intervals of runs that were left out hold",
+            f"{few} runs are few: at least {FEWEST} are needed to separate host time from "
+            "efficiency, and for intervals that cover held-out runs",
             soft_wrap=True,
         )
     for name, stack in model.provenance.own.items():

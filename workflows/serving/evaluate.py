@@ -1,4 +1,4 @@
-"""Predict tables of measured serving, judge the predictions, and adapt to a cluster."""
+"""Predict tables of serving runs, and evaluate the predictions."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 
     from ..settings import TableSettings
 
-#: What a row is predicted and judged by: column, metric of the simulator, and whether a larger
-#: figure is better.
+#: Columns that are predicted and evaluated, with the simulator's metric.
 COLUMNS = (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("itl_ms", "tpot"), ("out_tok_s", "per_token"))
-#: The same of energy: joules of an output token, and watts of all devices.
+#: Columns of energy: joules per output token, and watts of all devices.
 ENERGY = ("j_per_tok", "power_w")
-#: What configurations of one model have in common.
+#: Columns in which compared configurations agree.
 SAME = ("source", "model", "device", "isl", "osl", "load")
+#: Largest share of waiting time of an unsaturated engine.
+FREE = 0.3
 
 
 def evaluate_serving(
@@ -57,16 +58,19 @@ def evaluate_serving(
     show: Callable[[int, int], None] = lambda done, of: None,
     tell: Tell = lambda text: None,
 ) -> tuple[pd.DataFrame, Judged, ServingModel]:
-    """Predict every row of a table of serving, and judge those whose answers are given.
+    """Predict every row of a table of serving runs, and compute the errors of the measured ones.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives.
-        model: Of serving.
-        operators: Model of library operators; ``None`` for rooflines.
-        folder: That the table's traces are in.
-        calibrate: Whether to adapt to the rows of ``calib_*`` splits that have answers.
-        show: Told of progress.
-        tell: Told of answers that are not learned from, and why.
+        table: Table from :func:`~opcast.predict.cluster.case_table.read_cases`.
+        model: Serving model.
+        operators: Operator model; ``None`` for rooflines.
+        folder: Folder of the table's traces.
+        calibrate: Whether to adapt to the measured rows of ``calib_*`` splits.
+        show: Called with the progress.
+        tell: Called with a message for each measurement that is not used.
+
+    Returns:
+        The predictions, their errors, and the serving model, adapted if ``calibrate`` is set.
     """
     rows, reasons = serving_rows(table, folder)
     learn = to_learn(table)
@@ -89,7 +93,7 @@ def _columns() -> list[str]:
 
 
 def predicted_row(predictor: ServingPredictor, row: ServingRow) -> dict[str, object]:
-    """A row's columns of :func:`evaluate_serving`, as a user who types it gets them."""
+    """Predict a row: its columns of :func:`evaluate_serving`."""
     own = row.deployment
     found = predictor.predict(own, row.spec, record=False)
     record: dict[str, object] = {
@@ -109,13 +113,13 @@ def predicted_row(predictor: ServingPredictor, row: ServingRow) -> dict[str, obj
             if rate:
                 record[f"out_tok_s_per_gpu{end}"] = value / own.devices
             if value:
-                # A single token has no time of a further one.
+                # TPOT is 0 for outputs of a single token.
                 record[f"{name}{end}"] = value if rate else value * 1e3
     joules = found.joules().get("output_token")
     for name in ENERGY:
         record[f"measured_{name}"] = row.measured.get(name, float("nan"))
-        # Power of the time that is predicted: errors of throughput are no errors of power, and
-        # boards hold their limit.
+        # Power is energy per token times predicted throughput, without the throughput's
+        # uncertainty, and at most the boards' limit.
         watts = name == "power_w"
         factor = found.tokens_per_s.value if watts else 1.0
         most = own.devices * (own.spec.power_w or inf) if watts else inf
@@ -125,7 +129,7 @@ def predicted_row(predictor: ServingPredictor, row: ServingRow) -> dict[str, obj
 
 
 def judged_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """Answers that are given, one each: ``metric``, ``error``, ``log`` of the ratio, ``inside``."""
+    """Errors of all measurements, a row each: ``metric``, ``error``, ``log``, ``inside``."""
     parts = []
     for name in (*(name for name, _ in COLUMNS), *ENERGY):
         own = measured_rows(frame, name, f"measured_{name}", (f"{name}_lo", f"{name}_hi"))
@@ -136,16 +140,12 @@ def judged_rows(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-#: Share of waiting up to which an engine counts as not saturated.
-FREE = 0.3
-
-
 def judge_serving(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
-    """Errors of predictions whose answers are given.
+    """Compute errors of the predictions of measured runs.
 
     Args:
         frame: From :func:`evaluate_serving`.
-        table: The table, for the loads that configurations are compared under.
+        table: The table, whose models and loads define the sets of configurations to compare.
     """
     own = judged_rows(frame)
     keys = ["metric", "source", "device", "model_group"]
@@ -168,24 +168,24 @@ def judge_serving(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
 
 
 def configuration_choice(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """How good the configuration predicted best really is, and how well the order agrees.
+    """Compute the regret of the configuration predicted best, and the rank correlation.
 
-    Configurations of one model on one device under equal lengths are compared by tokens a second
-    and GPU; where only latencies were measured, by what those make of the concurrency.
+    Configurations of a model on a device with equal lengths are compared by tokens per second and
+    GPU, which are derived from latencies and concurrency if only those were measured.
 
     Returns:
-        For each model and load with at least three: ``plans``, ``regret`` (how much less the
-        chosen one gives than the best) and Kendall's ``tau``.
+        For each model and load with at least three configurations: ``plans``, ``regret`` (of the
+        one predicted best relative to the best) and Kendall's ``tau``.
     """
     table = table.reset_index(drop=True)
     asked = frame[frame["out_tok_s_per_gpu"].notna()]
     measured = _measured_rate(asked, table.loc[asked.index])
-    # By tokens a second and GPU: the more, the less time a token takes.
+    # Inverse rates, because ``choice`` compares times.
     return choice(table, SAME, 1.0 / asked["out_tok_s_per_gpu"], asked["n_gpus"] / measured)
 
 
 def _measured_rate(frame: pd.DataFrame, table: pd.DataFrame) -> np.ndarray:
-    """Tokens a second as measured, or as the measured latencies of a closed loop make them."""
+    """Measured tokens per second, or those derived from the latencies of a closed loop."""
     rate = frame["measured_out_tok_s"].to_numpy(float)
     if not {"concurrency", "osl"} <= set(table):
         return rate
@@ -197,7 +197,7 @@ def _measured_rate(frame: pd.DataFrame, table: pd.DataFrame) -> np.ndarray:
 
 
 def run_evaluate_serving(console: Console, settings: TableSettings) -> Judged:
-    """Predict every row of a table of serving; print the errors of those with answers."""
+    """Predict every row of a table of serving runs, and print the errors of the measured ones."""
     table = read_cases(settings.table, "serving")
     model = ServingModel.find(settings.model)
     with counting("runs") as show:
@@ -221,7 +221,7 @@ def run_evaluate_serving(console: Console, settings: TableSettings) -> Judged:
 
 
 def overall_lines(judged: Judged) -> list[str]:
-    """Figures over all groups, in words."""
+    """Summarise the figures over all groups."""
     o = judged.overall
     lines = []
     for metric in dict.fromkeys(judged.by_group["metric"]):
@@ -231,5 +231,5 @@ def overall_lines(judged: Judged) -> list[str]:
             f"mean over groups of the median {100 * o[f'{metric}/median_ape_groups']:.1f} %; "
             f"{100 * o[f'{metric}/coverage']:.0f} % inside the 90 % interval"
         )
-    lines.append(f"{100 * o['expressed']:.1f} % of {o['rows']:.0f} rows expressed")
+    lines.append(f"{100 * o['expressed']:.1f} % of {o['rows']:.0f} rows can be predicted")
     return lines + judged.choice_sentence(f"choice over {len(judged.choice)} models and loads")

@@ -1,7 +1,8 @@
-"""Rows of a table of serving: asking the simulator about them, and which are learned from."""
+"""Rows of a table of serving runs: simulation, and selection of plausible measurements."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,16 +23,34 @@ from ...predict.cluster.serving_table import ServingRow
 from ...simulate.serving.floor import EngineFloor
 
 Asked = TypeVar("Asked")
+Tell = Callable[[str], None]
+
+#: Words in ``flags`` of rows that are not used, because their sources or physics contradict them.
+FAULTY = (
+    "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unreliable|ttft_mean_spoiled"
+)
+#: Largest plausible fraction of the dense peak in a run of requests. A power-capped fp8 matrix
+#: product reaches about two thirds; the busiest published runs reach 0.61 (whole batches on A100).
+MOST_BUSY = 0.7
+#: Fraction of implausible rows from which a whole set of runs is not used.
+WRONG = 0.05
+#: Maximum training rows of a source, model, framework and device.
+MOST_ROWS = 25
+#: Minimum number of runs to separate host time from efficiency: the number of effects of a cluster.
+FEWEST = 5
+#: Largest plausible ratio of the measured to the simulated time to first token with prefill
+#: workers and little waiting. Published ratios are below 2.1 or above 4.7.
+SETUP = 3.0
 
 
 def measured_seconds(row: ServingRow, metric: str) -> float:
-    """What a row measured, in seconds; NaN if it did not."""
+    """Measured value of a metric in seconds; NaN if it was not measured."""
     answers = row.measured
     if metric == "per_token":
         return 1.0 / answers["out_tok_s"] if "out_tok_s" in answers else float("nan")
     own = answers.get(f"{metric}_ms", float("nan"))
     if metric == "tpot" and own != own:
-        # The mean gap between chunks is that of tokens where chunks are tokens.
+        # ITL equals TPOT if every chunk is a token.
         own = answers.get("itl_ms", float("nan"))
     return own * 1e-3
 
@@ -41,9 +60,9 @@ def ask_rows(
     ask: Callable[[ServingRow], Asked],
     show: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Asked | str]:
-    """Ask something of every row; where that fails, the reason why.
+    """Apply a function to every row; return its results, or the reasons of failures.
 
-    Rows of one configuration follow each other, since only so many tables of costs are kept.
+    Rows of the same configuration are processed consecutively, because cost tables are cached.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, row in enumerate(rows):
@@ -61,13 +80,13 @@ def ask_rows(
 
 
 def observer(predictor: ServingPredictor, rows: Sequence[ServingRow]) -> Observe:
-    """The simulator as learning asks it: measured latencies beside simulated ones."""
+    """Make the function that training calls to simulate all measured latencies."""
 
     def observe(effects: ServingEffects) -> Observed:
         predictor.model = replace(predictor.model, effects=effects)
-        said = ask_rows(rows, lambda row: predictor.simulate(row.deployment, row.spec))
+        runs = ask_rows(rows, lambda row: predictor.simulate(row.deployment, row.spec))
         found: list[tuple[int, str, float, float, np.ndarray, float]] = []
-        for index, (row, run) in enumerate(zip(rows, said, strict=True)):
+        for index, (row, run) in enumerate(zip(rows, runs, strict=True)):
             if isinstance(run, str):
                 continue
             for metric in METRICS:
@@ -76,69 +95,44 @@ def observer(predictor: ServingPredictor, rows: Sequence[ServingRow]) -> Observe
                     logs = (float(np.log(measured)), float(np.log(simulated)))
                     found.append((index, metric, *logs, run.shares(metric), run.queued))
         if not found:
-            raise DatasetError("no row with a measured latency can be expressed")
+            raise DatasetError("no row with a measured latency can be simulated")
         columns = [np.array(column) for column in zip(*found, strict=True)]
         return Observed(*columns)
 
     return observe
 
 
-#: Words in ``flags`` of rows that are not learned from: their sources or physics contradict them.
-FAULTY = (
-    "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unreliable|ttft_mean_spoiled"
-)
-#: Largest share of the dense peak that a run of requests can multiply at. A power-capped product in
-#: fp8 holds about two thirds of it; the busiest published runs are at 0.61 (whole batches on A100).
-MOST_BUSY = 0.7
-#: Share of a set's rows from which, if they are beyond that, none of the set is learned from.
-WRONG = 0.05
-#: Most rows of a source, model, framework and device that are learned from.
-MOST_ROWS = 25
-
-#: Fewest runs that tell host time and efficiency apart: as many as effects of a cluster.
-FEWEST = 5
-
-#: Most times that a first token on workers of its own takes what it costs there, where it hardly
-#: waits for others. Published ones are within 2.1, but for those from 4.7 on.
-SETUP = 3.0
-
-Tell = Callable[[str], None]
-
-
 def set_of(row: ServingRow) -> tuple[str, str, str, str]:
-    """Whose runs of what on what a row is one of."""
+    """Key of the set of runs that a row belongs to: source, model group, framework, device."""
     own = row.deployment
     return own.source, row.group, own.framework, own.device
 
 
 def possible_rows(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
-    """Rows that devices can have run as fast as they say.
+    """Select rows whose throughput the devices can reach.
 
-    Those of a set of runs were measured alike: where more than one in twenty had its prompts in a
-    cache, or another load than it says, all of the set may have had.
+    If more than :data:`WRONG` of a set of runs are implausible, for example because prompts were
+    cached or the load differs from the table, the whole set is suspect and not used.
     """
     wrong = [busy_share(row) > MOST_BUSY for row in rows]
     keys = list(map(set_of, rows))
-    all_rows, faulty = (
-        Counter(keys),
-        Counter(key for key, bad in zip(keys, wrong, strict=True) if bad),
-    )
-    sets = {key for key, count in faulty.items() if count > WRONG * all_rows[key]}
+    total, faulty = Counter(keys), Counter(itertools.compress(keys, wrong))
+    sets = {key for key, count in faulty.items() if count > WRONG * total[key]}
     if sets:
         names = "; ".join(sorted(", ".join(key) for key in sets))
-        tell(f"not learned from, since no device runs prompts as fast as these say: {names}")
+        tell(f"not used, because devices cannot process prompts that fast: {names}")
     kept = [not bad and key not in sets for key, bad in zip(keys, wrong, strict=True)]
     return [row for row, good in zip(rows, kept, strict=True) if good]
 
 
 def above_floor(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
-    """Rows without the answers that lie below what the devices' data sheets allow.
+    """Remove measurements that are faster than the devices' data sheets allow.
 
     No row of the published table has a latency below its floor.
 
     Args:
-        rows: Of the table.
-        tell: Told of every such answer, with the floor.
+        rows: Rows of the table.
+        tell: Called with a message for each measurement that is removed.
     """
     kept = []
     for row in rows:
@@ -147,17 +141,17 @@ def above_floor(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
         floors = {"ttft_ms": least.ttft, "tpot_ms": least.tpot, "itl_ms": least.tpot}
         good = dict(row.measured)
         for name, floor in floors.items():
-            said, lowest = row.measured.get(name, np.inf), float(floor.mean()) * 1e3
-            if said < lowest:
+            value, lowest = row.measured.get(name, np.inf), float(floor.mean()) * 1e3
+            if value < lowest:
                 tell(
-                    f"{row.id}: {name} {said:g} is below its floor of {lowest:.3g} (weights and "
-                    "cache read once, prompts multiplied at the dense peak): not learned from"
+                    f"{row.id}: not used: {name} {value:g} is below its floor of {lowest:.3g} "
+                    "(weights and cache read once, prompts processed at the dense peak)"
                 )
                 del good[name]
         if "out_tok_s" in good and (busy := busy_share(replace(row, measured=good))) > 1.0:
             tell(
-                f"{row.id}: {good['out_tok_s']:g} out_tok_s take {busy:.1f} times the dense peak "
-                "of its devices: not learned from"
+                f"{row.id}: not used: {good['out_tok_s']:g} out_tok_s require {busy:.1f} times the "
+                "dense peak of the devices"
             )
             del good["out_tok_s"]
         kept.append(replace(row, measured=good))
@@ -165,10 +159,10 @@ def above_floor(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
 
 
 def busy_share(row: ServingRow) -> float:
-    """Share of a row's time that its prompts and outputs take at the dense peak of its devices.
+    """Lower bound of the utilization of the devices' dense peak by prompts and outputs.
 
-    By its own throughput, or by Little's law of its latencies; 0 where neither tells. Ranks that
-    attend to requests of their own count as if they shared all work, so that it is a least one.
+    Computed from the throughput, or from latencies and concurrency by Little's law; 0 if neither is
+    measured. Data-parallel attention ranks are counted as if they shared all work.
     """
     own, load = row.deployment, draw(row.spec)
     workers, outputs = own.prefill or own.engine, load.outputs.mean()
@@ -187,15 +181,15 @@ def busy_share(row: ServingRow) -> float:
 def settled_rows(
     predictor: ServingPredictor, rows: Sequence[ServingRow], tell: Tell
 ) -> list[ServingRow]:
-    """Rows without the times to first tokens of prompts apart that hold what no column says.
+    """Remove times to first token with prefill workers that include unexplained set-up time.
 
-    Where a handful of requests in flight takes seconds that neither prompts, nor their caches' way,
-    nor other requests take, the run's set-up or a limit of its engines did: that is no cost.
+    If a few requests in flight take seconds that neither prefill, nor the cache transfer, nor
+    waiting explains, they are due to the set-up of the run or limits of its engines.
 
     Args:
-        predictor: With the effects that the fit starts from.
-        rows: Of the table.
-        tell: Told how many are left out.
+        predictor: Predictor with the effects that training starts from.
+        rows: Rows of the table.
+        tell: Called with the number of removed measurements.
     """
     apart = [at for at, row in enumerate(rows) if row.deployment.prefill and row.measured]
     kept = list(rows)
@@ -208,5 +202,5 @@ def settled_rows(
         row = rows[apart[place]]
         others = {name: value for name, value in row.measured.items() if name != "ttft_ms"}
         kept[apart[place]] = replace(row, measured=others)
-    tell(f"times to first tokens with set-up, not learned from: {int(slow.sum())}")
+    tell(f"times to first token that include set-up, not used: {int(slow.sum())}")
     return kept

@@ -1,4 +1,4 @@
-"""Learn a model of serving from a table of measured runs, and what it is worth."""
+"""Train a serving model on tables of measured runs, with cross-validated errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from ..settings import TableSettings
 
-#: What is left out, and the level of a context that it is.
+#: What is held out, and the corresponding level of a context.
 LEFT_OUT = (
     ("model_group", "group"),
     ("framework", "framework"),
@@ -63,7 +63,7 @@ LEFT_OUT = (
     ("architecture", "architecture"),
     ("source", "source"),
 )
-#: What is left out together: rows of both are judged, rows of either are not learned from.
+#: Pairs held out together: rows with both values are tested, rows with either are not trained on.
 TOGETHER = (
     ("device", "framework"),
     ("device", "source"),
@@ -71,10 +71,9 @@ TOGETHER = (
     ("architecture", "source"),
     ("source", "model_group"),
 )
-
-#: Levels that the runs of a set have in common.
+#: Levels that define a set of runs.
 SET = ("source", "device", "framework", "group")
-#: Begins columns that say whether a latency lies inside its interval.
+#: Prefix of columns with the coverage of intervals.
 INSIDE = "inside "
 
 
@@ -85,32 +84,31 @@ def train_serving(
     seed: int = 0,
     start: ServingModel | None = None,
 ) -> tuple[ServingModel, pd.DataFrame]:
-    """Learn a model of serving, with errors of what was left out.
+    """Train a serving model, and compute its errors on held-out runs.
 
     Args:
-        tables: As :func:`~opcast.predict.cluster.case_table.read_cases` gives, by their files,
-            beside which their traces are.
-        operators: Model of library operators; ``None`` for rooflines.
-        tell: Told of progress.
-        seed: Of the folds.
-        start: Model whose effects the fit starts from; ``None`` for no effects.
+        tables: Tables from :func:`~opcast.predict.cluster.case_table.read_cases` by file; traces
+            are in the folder of the file.
+        operators: Operator model; ``None`` for rooflines.
+        tell: Called with progress messages.
+        seed: Random seed of the folds.
+        start: Model to start training from; ``None`` for no effects.
 
     Returns:
-        The model, and for every measured latency its logarithmic errors when left out: ``id``,
-        ``metric``, ``group``, ``queued``, the seconds ``measured``, a column for each way of
-        leaving out, and by :data:`INSIDE` and that way whether it lies inside the interval made
-        without its row.
+        The model, and a row for every measured latency: ``id``, ``metric``, ``group``, ``queued``,
+        ``measured`` seconds, and for each way of holding out the logarithmic error, and in a column
+        prefixed with :data:`INSIDE` whether an interval calibrated without the row covers it.
 
     Raises:
-        DatasetError: No row has an answer and can be expressed.
+        DatasetError: No measured row can be predicted.
     """
     rows = [row for file, table in tables.items() for row in _good_rows(table, file.parent)]
     if not rows:
         raise DatasetError(
-            "no row with an answer can be expressed", hint="ttft_ms, tpot_ms or out_tok_s"
+            "no measured row can be predicted", hint="give ttft_ms, tpot_ms or out_tok_s"
         )
     rows = [row for row in above_floor(possible_rows(rows, tell), tell) if row.measured]
-    # A group counts by the root of its rows, so that more of them take time and teach little.
+    # The weight of a group is the square root of its rows, so more rows add little information.
     rows = [rows[at] for at in few_of_each(list(map(set_of, rows)), MOST_ROWS, seed)]
     measured = _measured(rows)
     predictor = ServingPredictor(
@@ -130,7 +128,7 @@ def train_serving(
     sure = solve_serving(linear, seen, groups, np.ones(len(seen.rows), bool)).deviations
     model = ServingModel(ServingEffects(effects.values, sure))
     left = {"fit": linear.errors(effects)}
-    # Scores by what was left out: its name, and the latencies.
+    # For each held-out part: its name, the tested latencies, and their scores.
     scores: list[tuple[str, list[int], list[Score]]] = []
     outputs = [row.closed_output() for row in rows]
     requests: list[Score] = []
@@ -139,7 +137,7 @@ def train_serving(
         if not judge.any() or not learn.any():
             continue
         if part.name not in left:
-            tell(f"leaving out each {part.name}")
+            tell(f"holding out each {part.name}")
             left[part.name] = np.full(len(seen.rows), np.nan)
         without = solve_serving(linear, seen, groups, learn)
         errors = linear.errors(without)
@@ -150,7 +148,7 @@ def train_serving(
         scores.append((part.name, at, [score(i, float(errors[i])) for i in at]))
         whole = request_errors(seen, errors, outputs)
         requests += [score(i, e, REQUEST_TIME) for i, e in whole.items() if judge[i]]
-    tell("intervals")
+    tell("calibrating intervals")
     left |= _inside(seen, scores)
     judged = (score for _, _, own in scores for score in own)
     model.ends = serving_ends([*judged, *requests])
@@ -169,7 +167,7 @@ def train_serving(
 
 
 def _good_rows(table: pd.DataFrame, folder: Path) -> list[ServingRow]:
-    """Rows of a table that measured something and that neither source nor physics contradicts."""
+    """Measured rows of a table that are not flagged as faulty."""
     flags = table.get("flags", pd.Series("", index=table.index)).fillna("")
     read, _ = serving_rows(table[~flags.str.contains(FAULTY)], folder)
     return [row for row in read if row is not None and row.measured]
@@ -184,7 +182,7 @@ def _score(
     error: float,
     metric: str = "",
 ) -> Score:
-    """Error of a latency by a model that lacks it."""
+    """Score of a latency by a model that was trained without it."""
     row = seen.rows[at]
     context, metric = contexts[row], metric or str(seen.metrics[at])
     key = kind_of(metric, float(seen.queued[at]), context)
@@ -197,10 +195,10 @@ def _score(
 def _inside(
     seen: Observed, scores: Sequence[tuple[str, list[int], list[Score]]]
 ) -> dict[str, np.ndarray]:
-    """Whether latencies lie inside intervals that were made without any error of their rows.
+    """Whether intervals calibrated without the errors of a latency's row cover it.
 
     Returns:
-        By ``inside``, a space and what was left out: 1, 0, or NaN where it was not judged.
+        1, 0, or NaN if not tested; by :data:`INSIDE` followed by what was held out.
     """
     found: dict[str, np.ndarray] = {}
     for name, at, own in scores:
@@ -222,7 +220,7 @@ def _inside(
 
 
 def _measured(rows: Sequence[ServingRow]) -> Known:
-    """Sources and devices, and model groups by the sizes of their models: those of most rows."""
+    """Sources and devices, and the most frequent model group for each shape of a model."""
     counts = Counter((row.deployment.model.shape(), row.group) for row in rows)
     return Known(
         rows=len(rows),
@@ -235,11 +233,7 @@ def _measured(rows: Sequence[ServingRow]) -> Known:
 def _learned(
     measured: Known, seen: Observed, contexts: Sequence[Context], learn: np.ndarray
 ) -> Known:
-    """What was learned from: model groups with engines and chips, and machines.
-
-    A handful of runs does not tell how others of its model or on its machines lie, so that they do
-    not count.
-    """
+    """Record the model groups, clusters and chips with enough training runs."""
     own = [contexts[row] for row in np.unique(seen.rows[learn])]
     groups = Counter(map(group_key, own))
     clusters = Counter(context["cluster"] for context in own if context["cluster"])
@@ -259,13 +253,13 @@ def _often(counts: Counter[str], least: int = LEAST) -> tuple[str, ...]:
 
 
 class LeftOut(NamedTuple):
-    """What is left out once.
+    """A held-out part of the rows.
 
     Attributes:
-        name: The way, such as ``device``.
-        value: What, such as ``h100-sxm``.
-        judge: Rows that are judged.
-        learn: Rows that are learned from.
+        name: What is held out, such as ``device``.
+        value: Its value, such as ``h100-sxm``.
+        judge: Mask of the test rows.
+        learn: Mask of the training rows.
     """
 
     name: str
@@ -275,15 +269,14 @@ class LeftOut(NamedTuple):
 
 
 def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
-    """What is left out in turn.
+    """Yield the parts to hold out.
 
-    A fifth of the rows; a fifth of the sets of a source's runs of a model and framework on a
-    device; model groups, frameworks, devices, generations, sources; devices together with all of a
-    framework, a source or a model group.
+    These are folds of rows and of sets of runs (:data:`SET`), each value of :data:`LEFT_OUT`, and
+    each pair of values of :data:`TOGETHER`.
 
     Args:
-        contexts: Of the rows.
-        seed: Of the fifths.
+        contexts: Contexts of the rows.
+        seed: Random seed of the folds.
     """
     sets = ["|".join(context[level] for level in SET) for context in contexts]
     names, of_set = np.unique(sets, return_inverse=True)
@@ -297,7 +290,7 @@ def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
         for here, own in sorted(set(zip(one.tolist(), two.tolist(), strict=True))):
             a, b = one == here, two == own
             if (a & b).sum() < min(LEAST, len(contexts) // 100):
-                # Too few to tell an interval by; a large table has hundreds of them.
+                # Too few to calibrate an interval.
                 continue
             yield LeftOut(f"{first} and {second}", f"{here} {own}", a & b, ~a & ~b)
 
@@ -309,14 +302,14 @@ def _ways(left: pd.DataFrame) -> list[str]:
 
 
 def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
-    """Errors by metric and what was left out.
+    """Held-out errors by metric and what was held out.
 
     Args:
         left: From :func:`train_serving`.
 
     Returns:
-        ``left_out``, ``metric``, ``rows``, ``median_ape``, ``mape``, ``median_ape_groups`` (the
-        mean over groups of their medians), and ``coverage`` of the 90 % intervals.
+        ``left_out``, ``metric``, ``rows``, ``median_ape``, ``mape``, ``median_ape_groups`` (mean
+        over groups of their medians), and ``coverage`` of the 90 % intervals.
     """
     records = []
     for name in _ways(left):
@@ -338,13 +331,13 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_train_serving(console: Console, settings: TableSettings) -> ServingModel:
-    """Learn from tables of serving, print errors of what was left out, save and track."""
+    """Train on tables of serving runs, print held-out errors, save and track."""
     tables = {file: read_cases(file, "serving") for file in settings.tables}
     tell = partial(console.print, highlight=False)
     start = ServingModel.find(settings.start) if settings.start else None
     model, left = train_serving(tables, load_serving_operators(), tell, settings.seed, start)
     figures = left_out_serving(left)
-    print_frame(console, in_percent(figures), "measured serving that was left out, errors in %")
+    print_frame(console, in_percent(figures), "held-out serving runs, errors in %")
     errors = figures[["left_out", "metric", "median_ape"]]
     keep_left_out(settings.left_out, left, [way for way in _ways(left) if way != "fit"])
     keep_learned(console, settings, model, len(model.effects.values), len(left), figures, errors)

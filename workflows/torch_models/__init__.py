@@ -1,4 +1,1 @@
-"""Tables of whole PyTorch models, predicted, judged and learned from.
-
-A row names a model of a library, how it is run, and what it took.
-"""
+"""Evaluate and train with tables of whole PyTorch models and their measured times and memory."""

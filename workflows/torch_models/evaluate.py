@@ -1,10 +1,10 @@
-"""Predict tables of whole PyTorch models and judge the predictions.
+"""Predict tables of whole PyTorch models, and evaluate the predictions.
 
-A few that were measured on the same chip scale the others:
+A calibration scales the predictions by a few models measured on the same chip:
 
     log factor = device + device x framework + device x framework x mode x layout
 
-Each level is the mean of what those above leave, shrunken towards zero.
+Each level is the mean residual of the levels above, shrunken towards zero.
 """
 
 from __future__ import annotations
@@ -44,23 +44,45 @@ if TYPE_CHECKING:
     from ..settings import TableSettings
 
 
-#: What the levels are of, coarse to fine, and for how many rows their shrinkage counts: the ratio
-#: of the variance of rows of one group (a mean error of some 15 %) to that of the level's effects
-#: (20, 10 and 10 %). Engineering estimates.
+#: Columns of the levels, coarse to fine, and their shrinkage in rows: the ratio of the variance
+#: within a group (a mean error of some 15 %) to that of the level's effects (20, 10 and 10 %).
+#: Engineering estimates.
 _LEVELS = (
     (("device",), 0.6),
     (("device", "framework"), 2.0),
     (("device", "framework", "mode", "layout"), 2.0),
 )
+#: Columns of predictions: times in µs, sizes in bytes (peak memory by the table's definition, else
+#: that of the device), and the measurements of the table.
+COLUMNS = (
+    *("id", "latency_us", "lo_us", "hi_us", "memory_bytes", "memory_lo_bytes", "memory_hi_bytes"),
+    *("fits", "measured_us", "measured_memory_bytes", "ran", "reason"),
+)
+#: Columns to group errors of memory by.
+_MEMORY_GROUPS = ("device", "framework", "mode")
+#: Columns to group errors of time by.
+GROUPS = ("device", "framework", "mode", "layout", "dtype")
+#: Further columns whose values with the largest errors are printed, and their number.
+MORE = ("family", "torch")
+_WORST = 15
+#: Columns that specify how a model is run.
+_RUN = ("source", "device", "framework", "mode", "layout", "dtype", "torch")
+#: What is compared by time per sample, with the columns in which compared rows agree: models run in
+#: the same way, and batch sizes and layouts of a model.
+CHOICES = {
+    "models": _RUN,
+    "batches": (*_RUN, "model", "img_size"),
+    "layouts": tuple(name for name in (*_RUN, "model", "img_size", "batch") if name != "layout"),
+}
 
 
 def log_factors(table: pd.DataFrame, logs: np.ndarray, learn: np.ndarray) -> np.ndarray:
-    """Logarithms of factors on predictions, shape ``(n,)``.
+    """Compute the logarithms of calibration factors, shape ``(n,)``.
 
     Args:
-        table: With the columns of the levels.
-        logs: ``log(measured / predicted)``, shape ``(n,)``; read where ``learn`` is.
-        learn: Rows to learn from, bool, shape ``(n,)``.
+        table: Table with the columns of the levels.
+        logs: ``log(measured / predicted)``, shape ``(n,)``; only rows in ``learn`` are used.
+        learn: Mask of the calibration rows, bool, shape ``(n,)``.
     """
     found = np.zeros(len(table))
     for columns, shrinkage in _LEVELS:
@@ -73,12 +95,12 @@ def log_factors(table: pd.DataFrame, logs: np.ndarray, learn: np.ndarray) -> np.
 
 
 def errors_left_out(table: pd.DataFrame, logs: np.ndarray, learn: np.ndarray) -> np.ndarray:
-    """Errors of each learned row by what rows of other models teach, ``log(measured/predicted)``.
+    """Compute errors ``log(measured / predicted)`` of calibration rows with their model held out.
 
     Args:
-        table: As of :func:`log_factors`, with ``model``.
-        logs: As there.
-        learn: As there.
+        table: As for :func:`log_factors`, with ``model``.
+        logs: As for :func:`log_factors`.
+        learn: As for :func:`log_factors`.
     """
     models = table["model"].astype(str).to_numpy()
     found: np.ndarray = np.full(len(table), np.nan)
@@ -88,39 +110,18 @@ def errors_left_out(table: pd.DataFrame, logs: np.ndarray, learn: np.ndarray) ->
     return np.asarray(found[learn])
 
 
-#: Columns of predictions: times in µs, peak memory in bytes as the table measured it (else what the
-#: device sees), and what was measured where the table says.
-COLUMNS = (
-    *("id", "latency_us", "lo_us", "hi_us", "memory_bytes", "memory_lo_bytes", "memory_hi_bytes"),
-    *("fits", "measured_us", "measured_memory_bytes", "ran", "reason"),
-)
-#: What errors of memory are grouped by.
-_MEMORY_GROUPS = ("device", "framework", "mode")
-#: What errors are grouped by.
-GROUPS = ("device", "framework", "mode", "layout", "dtype")
-#: Figures are printed of each value of these, too: of the worst ones where there are many.
-MORE = ("family", "torch")
-_WORST = 15
-#: How a model is run, within which models of one device are compared.
-_RUN = ("source", "device", "framework", "mode", "layout", "dtype", "torch")
-#: What is compared, by what stays the same: models; and batches and layouts of a model by the time
-#: of an image.
-CHOICES = {
-    "models": _RUN,
-    "batches": (*_RUN, "model", "img_size"),
-    "layouts": tuple(name for name in (*_RUN, "model", "img_size", "batch") if name != "layout"),
-}
-
-
 def evaluate_models(
     table: pd.DataFrame, asking: Asking, show: Callable[[int, int], None] = lambda done, of: None
 ) -> tuple[pd.DataFrame, list[ModelRow | None]]:
     """Predict every row of a table of whole models.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives.
-        asking: How.
-        show: Told of progress.
+        table: Table from :func:`~opcast.predict.cluster.case_table.read_cases`.
+        asking: Settings of the predictions.
+        show: Called with the progress.
+
+    Returns:
+        The predictions, and the rows that could be read.
     """
     rows, reasons = read_rows(table, model_row)
     answers = asking.predict([row for row in rows if row is not None], show)
@@ -132,7 +133,7 @@ def evaluate_models(
 
 
 def as_run(table: pd.DataFrame, rows: Sequence[ModelRow | None]) -> pd.DataFrame:
-    """The table with the columns of groups as its rows are read, whatever their source writes."""
+    """Replace the columns of groups by the normalised values of the rows that were read."""
     found = table.reset_index(drop=True).copy()
     read = [
         {**asdict(row.case), "device": row.device, "framework": row.framework.partition("@")[0]}
@@ -148,7 +149,7 @@ def as_run(table: pd.DataFrame, rows: Sequence[ModelRow | None]) -> pd.DataFrame
 
 
 def judge_memory(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """Errors of peak memory by device, framework and mode, of rows that state it.
+    """Compute errors of measured peak memory by device, framework and mode.
 
     Args:
         frame: From :func:`evaluate_models`.
@@ -161,22 +162,23 @@ def judge_memory(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def fit_lines(frame: pd.DataFrame) -> list[str]:
-    """How many rows that ran are said to fit, and of those that ran out of memory not to."""
+    """Count the rows predicted to fit, among those that ran and those that ran out of memory."""
     known = frame[frame["ran"].notna() & frame["fits"].notna()]
     lines = []
-    for ran, words in ((True, "that ran are said to fit"), (False, "that did not fit are said to")):
+    for ran, words in ((True, "that ran"), (False, "that ran out of memory")):
         own = known[known["ran"].astype(bool) == ran]
         if len(own):
-            lines.append(f"{int(own['fits'].astype(bool).sum())} of {len(own)} rows {words}")
+            fits = int(own["fits"].astype(bool).sum())
+            lines.append(f"{fits} of {len(own)} rows {words} are predicted to fit")
     return lines
 
 
 def judge_models(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
-    """Errors of predictions whose answer is given.
+    """Compute errors of the predictions of measured models.
 
     Args:
         frame: From :func:`evaluate_models`.
-        table: The table, with what rows are grouped by.
+        table: The table, with the columns to group by.
     """
     own = with_groups(frame, table)
     by_group = own.groupby([c for c in GROUPS if c in own], dropna=False).agg(**FIGURES)
@@ -189,7 +191,7 @@ def judge_models(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
 
 
 def with_groups(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """Predicted rows with an answer, their errors, ``width`` and the table's columns of groups."""
+    """Select measured rows, with their errors, interval ``width``, and columns to group by."""
     own = measured_rows(frame)
     own["width"] = own["hi_us"] / own["lo_us"]
     names = [name for name in (*GROUPS, *MORE, "model") if name in table]
@@ -208,10 +210,11 @@ def _figures(own: pd.DataFrame) -> dict[str, float]:
 
 
 def choices(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """How well models, batches and layouts are chosen by predicted time of a sample.
+    """Evaluate the choice of models, batch sizes and layouts by predicted time per sample.
 
     Returns:
-        As :func:`~opcast.workflows.judging.choice` gives, with what is compared as ``choice``.
+        The results of :func:`~opcast.workflows.judging.choice`, with the key of :data:`CHOICES` in
+        the column ``choice``.
     """
     table = table.reset_index(drop=True)
     samples = table["batch"].astype(float) if "batch" in table else pd.Series(1.0, table.index)
@@ -219,7 +222,7 @@ def choices(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     per = samples.loc[own.index]
     found = []
     for name, same in CHOICES.items():
-        # Whatever is not the same is compared: the key of the models is how they are run.
+        # When models are compared, they must share the key of a set.
         keyed = table.assign(model=table["model"] if name != "models" else "all")
         least = 2 if name == "layouts" else 3
         own_choice = choice(
@@ -236,26 +239,26 @@ def choices(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
 def calibrated(
     console: Console, frame: pd.DataFrame, table: pd.DataFrame
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """Scale predictions by the rows of ``calib_*`` splits that were measured.
+    """Calibrate predictions on the measured rows of ``calib_*`` splits.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         frame: From :func:`evaluate_models`.
         table: From :func:`as_run`.
 
     Returns:
-        The predictions, and which rows they learned from.
+        The calibrated predictions, and the mask of the calibration rows.
 
     Raises:
-        DatasetError: There is no such row.
-        WorseModelError: Predictions of models that were left out are worse for it.
+        DatasetError: There are no such rows.
+        WorseModelError: Errors on held-out models increase.
     """
     own = np.log((frame["measured_us"].astype(float) / frame["latency_us"]).to_numpy(float))
     learn = to_learn(table) & np.isfinite(own)
     if not learn.any():
         raise DatasetError(
             "no row to calibrate on",
-            hint="give rows a split that begins with calib, and latency_ms",
+            hint="give rows that have latency_ms a split that begins with calib",
         )
     after = errors_left_out(table, own, learn)
     what = f"{int(learn.sum())} rows by models"
@@ -266,7 +269,7 @@ def calibrated(
 
 
 def run_evaluate_models(console: Console, settings: TableSettings) -> Judged:
-    """Predict every row of a table of whole models; print the errors of those with a time."""
+    """Predict every row of a table of whole models, and print the errors of the measured ones."""
     table = read_cases(settings.table, "models")
     model = OPERATOR_MODEL if settings.model == "default" else settings.model
     digest = digests(settings.table)
@@ -279,7 +282,7 @@ def run_evaluate_models(console: Console, settings: TableSettings) -> Judged:
         f"{__version__} {model_hash(model)} {sorted(map(str, digest.items()))}",
     )
     if kept.is_file():
-        console.print(f"{kept}: an evaluation that did not end goes on", highlight=False)
+        console.print(f"{kept}: resuming an earlier evaluation", highlight=False)
     with counting("rows") as show:
         frame, rows = evaluate_models(table, asking, show)
     table = as_run(table, rows)
@@ -300,7 +303,8 @@ def run_evaluate_models(console: Console, settings: TableSettings) -> Judged:
         print_judged(console, judged, "whole models", _lines(judged))
         for name in (n for n in MORE if n in known):
             worst = known.groupby(name).agg(**FIGURES).sort_values("mape", ascending=False)
-            print_frame(console, in_percent(worst.head(_WORST).reset_index()), f"by {name}, worst")
+            title = f"by {name}, largest errors"
+            print_frame(console, in_percent(worst.head(_WORST).reset_index()), title)
         if settings.page or settings.track:
             keep_judged(console, settings, judged, known, "models", "framework")
     return judged
@@ -311,7 +315,7 @@ def _lines(judged: Judged) -> list[str]:
     lines = [
         f"{o['rows']:.0f} rows: mean error {100 * o['mape']:.1f} %, median "
         f"{100 * o['median_ape']:.1f} %, {100 * o['coverage']:.0f} % inside the 90 % interval, "
-        f"whose ends are a factor of {o['width']:.2f} apart (median)"
+        f"whose bounds are a factor of {o['width']:.2f} apart (median)"
     ]
     for name in CHOICES:
         count = int((judged.choice["choice"] == name).sum())

@@ -1,4 +1,4 @@
-"""Rows of tables of whole models, predicted so that each model is recorded once."""
+"""Read and predict rows of tables of whole models, recording each model only once."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ...predict.operator.torch_price import (
     works_of,
 )
 
-#: Bytes of units of memory, which columns end in.
+#: Bytes per unit of memory, by suffix of the column.
 UNITS = {"bytes": 1.0, "mib": 2.0**20, "gib": 2.0**30}
-#: What is said of a row: values by column, or why nothing is.
+#: Prediction of a row, by column, or the reason of a failure.
 Answer = Mapping[str, object] | str
 
 
@@ -41,17 +41,18 @@ class ModelRow:
     """A row of a table of whole models.
 
     Attributes:
-        id: Of the row.
-        case: The model as it is run.
+        id: Id of the row.
+        case: The model and how it is run.
         device: Name of the chip.
-        framework: ``torch-eager`` or ``torch-compiled``, with the release as ``@2.4`` if it is
+        framework: ``torch-eager`` or ``torch-compiled``, followed by ``@2.4`` if the release is
             known.
-        measured_s: Seconds of one step; NaN where nothing was measured.
-        parts: The models that run one after the other, and how often each; the case once, if empty.
-        memory_is: What was measured of peak memory, one of
+        measured_s: Measured seconds of a step, else NaN.
+        parts: Models that run one after the other, and the number of runs of each; the case once if
+            empty.
+        memory_is: Definition of the measured peak memory, one of
             :data:`~opcast.predict.operator.torch_memory.MEASURED`.
-        memory_bytes: Its bytes; NaN where nothing was measured.
-        ran: Whether it ran or ran out of memory; ``None`` if that is not known.
+        memory_bytes: Measured peak memory in bytes, else NaN.
+        ran: Whether it ran rather than running out of memory; ``None`` if unknown.
     """
 
     id: str
@@ -66,12 +67,12 @@ class ModelRow:
 
     @property
     def runs(self) -> tuple[tuple[ModelCase, int], ...]:
-        """Models and how often each runs."""
+        """Models with the number of runs of each."""
         return self.parts or ((self.case, 1),)
 
     @property
     def recorded(self) -> tuple[ModelCase, ...]:
-        """What is recorded of it."""
+        """Cases to record."""
         return tuple(case.recorded for case, _ in self.runs)
 
 
@@ -79,8 +80,8 @@ def model_row(record: Mapping[str, object]) -> ModelRow:
     """Read a row of a table.
 
     Raises:
-        DatasetError: It is for several devices, or a cell is no number.
-        ProgramError: A word of it is not known.
+        DatasetError: It is for several devices, or a cell is not a number.
+        ProgramError: A value is unknown.
     """
     cells = Cells(record)
     if cells.text("refused"):
@@ -124,24 +125,24 @@ def model_row(record: Mapping[str, object]) -> ModelRow:
 
 
 def _parts(text: str) -> list[tuple[str, int]]:
-    """Models and counts of a cell such as ``sd-1.5/text + 50*sd-1.5/unet + sd-1.5/vae``."""
+    """Parse models and counts of a cell such as ``sd-1.5/text + 50*sd-1.5/unet + sd-1.5/vae``."""
     found = []
     for part in text.split(" + "):
         count, _, name = part.strip().rpartition("*")
         found.append((name, int(count or 1)))
-    # What runs most often stands for the row.
+    # The last, which runs most often, represents the row.
     return sorted(found, key=lambda own: own[1])
 
 
 def _seconds_of(cells: Cells, batch: int) -> float:
-    """Measured seconds of a step; NaN where there are none."""
+    """Measured seconds of a step, else NaN."""
     rate = cells.number("throughput_samples_s")
     seconds = (cells.number("latency_ms") * 1e-3, cells.number("latency_s"), batch / rate)
     return next((own for own in seconds if np.isfinite(own)), float("nan"))
 
 
 def _memory_of(cells: Cells) -> tuple[str, float]:
-    """What was measured of peak memory and its bytes; NaN where there are none."""
+    """Definition and bytes of the measured peak memory; NaN if it was not measured."""
     for what in MEASURED:
         for unit, size in UNITS.items():
             own = cells.number(f"{what}_{unit}")
@@ -152,14 +153,14 @@ def _memory_of(cells: Cells) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Asking:
-    """How rows are predicted.
+    """Settings of the prediction of rows.
 
     Attributes:
-        model: Name or folder of the model of operators.
+        model: Name or folder of the operator model.
         ray: Address of a Ray cluster; empty for this process.
-        kept: File of finished rows, read and written.
-        identity: What besides a row decides its answer; answers of another one are not taken.
-        work: Answers rows of one recording, given the model; predictions by default.
+        kept: File of finished rows, which is read and extended.
+        identity: Identifies versions and models; finished rows with another identity are ignored.
+        work: Function that predicts rows with the same recording, given the model.
     """
 
     model: str
@@ -169,18 +170,18 @@ class Asking:
     work: Callable[[str, Sequence[ModelRow]], list[Answer]] | None = None
 
     def predict(self, rows: Sequence[ModelRow], show: Callable[[int, int], None]) -> list[Answer]:
-        """Predict rows; finished ones are kept, so that a stopped work goes on.
+        """Predict rows, storing finished ones, so that stopped work can be resumed.
 
-        Those without an answer are tried again: a package may be there by then.
+        Failed rows are tried again, because a missing package may have been installed.
 
         Args:
             rows: The rows.
-            show: Told of progress.
+            show: Called with the progress.
         """
         found = self._read()
         left = [row for row in rows if row.id not in found]
         show(len(rows) - len(left), len(rows))
-        # One recording for all devices, frameworks and releases that run the same.
+        # Devices, frameworks and releases that run the same case share its recording.
         left.sort(key=lambda row: repr(row.recorded))
         groups = [list(own) for _, own in groupby(left, key=lambda row: row.recorded)]
         with self.kept.open("a", encoding="utf-8") as file:
@@ -203,7 +204,7 @@ class Asking:
             yield place, work(self.model, group)
 
     def _read(self) -> dict[str, Answer]:
-        """Answers of an earlier run; the last line may have been cut off."""
+        """Read the answers of an earlier run; its last line may be truncated."""
         found: dict[str, Answer] = {}
         for line in self.kept.read_text("utf-8").splitlines() if self.kept.is_file() else ():
             try:
@@ -216,42 +217,42 @@ class Asking:
 
 
 def answers_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
-    """Predict rows of one recording.
+    """Predict rows with the same recording.
 
     Args:
-        model: Name or folder of the model of operators.
-        rows: Rows whose cases are recorded alike.
+        model: Name or folder of the operator model.
+        rows: The rows.
     """
     return _asked(_answer, rows, _recorded(model, rows))
 
 
 def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
-    """Seconds by class of cost of rows of one recording, without what whole models taught.
+    """Predict seconds by class of cost for rows with the same recording, without learned factors.
 
     Args:
-        model: Name or folder of the model of operators.
-        rows: Rows whose cases are recorded alike.
+        model: Name or folder of the operator model.
+        rows: The rows.
     """
     return _asked(_seconds, rows, _recorded(model, rows, times_alone=True))
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What was recorded of a row's models on its device."""
+    """Recordings of a row's models on its device."""
 
     predictor: TorchPredictor
     spec: DeviceSpec
     recordings: Sequence[Recording]
 
 
-#: Reading the model of operators takes as long as recording a small model.
+#: Cached, because loading the operator model takes as long as recording a small model.
 _predictor = cache(TorchPredictor)
 
 
 def _recorded(
     model: str, rows: Sequence[ModelRow], *, times_alone: bool = False
 ) -> Iterator[_Recorded | str]:
-    """Build and record once what rows have in common, or say why that cannot be."""
+    """Build and record the models of rows, each only once; yield the reasons of failures."""
     programs: dict[ModelCase, TorchProgram] = {}
     recordings: dict[ModelCase, Recording] = {}
     for row in rows:
@@ -275,7 +276,7 @@ def _asked(
     rows: Sequence[ModelRow],
     recorded: Iterable[_Recorded | str],
 ) -> list[Answer]:
-    """What is said of each row, or why nothing is."""
+    """Apply a function to each row and its recordings; failures become reasons."""
     answers: list[Answer] = []
     for row, own in zip(rows, recorded, strict=True):
         try:
@@ -286,21 +287,21 @@ def _asked(
 
 
 def _answer(row: ModelRow, own: _Recorded) -> Answer:
-    said = [own.predictor.price(recording, own.spec) for recording in own.recordings]
+    parts = [own.predictor.price(recording, own.spec) for recording in own.recordings]
     counts = [count for _, count in row.runs]
-    # Errors of one model's runs are the same, of models alike: ends add up.
+    # The bounds add up, because errors of runs of a model are equal and those of models correlated.
     times = {
-        name: sum(n * float(getattr(part, name)) for n, part in zip(counts, said, strict=True))
+        name: sum(n * float(getattr(part, name)) for n, part in zip(counts, parts, strict=True))
         for name in LATENCY_KEYS
     }
-    return {**times, **_memory(row, said)}
+    return {**times, **_memory(row, parts)}
 
 
-def _memory(row: ModelRow, said: Sequence[TorchPrediction]) -> dict[str, object]:
-    """Peak memory while one model runs and the weights of the others are there."""
-    weights = sum(part.parameter_bytes for part in said)
-    known = [(part.memory, weights - part.parameter_bytes) for part in said if part.memory]
-    if len(known) < len(said):
+def _memory(row: ModelRow, parts: Sequence[TorchPrediction]) -> dict[str, object]:
+    """Peak memory while one model runs and the weights of the others stay resident."""
+    weights = sum(part.parameter_bytes for part in parts)
+    known = [(part.memory, weights - part.parameter_bytes) for part in parts if part.memory]
+    if len(known) < len(parts):
         return {}
     most, others = max(known, key=lambda own: own[0].allocated_bytes + own[1])
     ends = most.measured_as(row.memory_is)
@@ -314,9 +315,9 @@ def _seconds(row: ModelRow, own: _Recorded) -> Answer:
     sums = {"host": 0.0}
     for recording, (_, count) in zip(own.recordings, row.runs, strict=True):
         found = works_of(recording, own.predictor.framework)
-        # What was measured is 16 bits on GPUs, f32 on CPUs.
+        # Training data are 16-bit on GPUs and f32 on CPUs.
         if computes_narrow(found) == (own.spec.platform == "cpu"):
-            return "another format of numbers than whole models were learned of"
+            return "a number format without training data"
         asked = own.predictor
         times, _, host = unlearned(
             found, own.spec, asked.framework, asked.bundle, recording.kept, asked.release

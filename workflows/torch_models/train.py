@@ -1,6 +1,6 @@
-"""Learn factors on PyTorch's kernels from tables of whole models.
+"""Train factors on PyTorch's kernels with tables of whole models.
 
-Of large tables rows are drawn: few models of each family, each way of running once.
+From large tables, a few models of each family are drawn, each in every way of running.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from ..settings import TableSettings
 
 
-#: What a way of running is.
+#: Columns that define a way of running.
 _WAY = ("device", "framework", "mode", "layout")
-#: What a table may leave out.
+#: Optional columns of a table, with defaults.
 _ABSENT: Mapping[str, str | float] = {
     "framework": "",
     "mode": "",
@@ -56,21 +56,23 @@ _ABSENT: Mapping[str, str | float] = {
     "img_size": 0,
     "param_m": 0.0,
 }
-#: Models of a family for each that is drawn of it. Engineering choice.
+#: Models of a family per drawn model. Engineering choice.
 _LEAST = 6
+#: What is held out for the intervals of known and of new chips.
+_LEFT = {"known": "family", "new": "chip"}
 
 
 def drawn(table: pd.DataFrame, samples: int, seed: int = 0) -> pd.DataFrame:
-    """Draw rows.
+    """Draw a sample of the rows of a table.
 
-    Of models that ran in most ways the smaller half is drawn from, which record fastest. Where it
-    can be, all ways of a model have one batch and one size of images, so that one recording serves
-    several; of rows that then differ by release, one is drawn.
+    Candidates are the smaller half of the models with the most ways of running, which are fastest
+    to record. If possible, the rows of a model have the same batch and image size, so that they
+    share a recording. Of rows that differ only by release, one is drawn.
 
     Args:
-        table: With a row for each run; with ``family``, and parameters as ``param_m``.
-        samples: Most models of a family; no more than a sixth of it, but one of each.
-        seed: Of the draw.
+        table: Table with a row for each run, with ``family`` and the parameters ``param_m``.
+        samples: Maximum models per family, at most a sixth of it but at least one.
+        seed: Random seed.
 
     Returns:
         Rows of the table, in its order.
@@ -81,14 +83,14 @@ def drawn(table: pd.DataFrame, samples: int, seed: int = 0) -> pd.DataFrame:
             table[name] = default
     table = table.fillna({"param_m": 0.0})
     table["way"] = table[list(_WAY)].astype(str).agg("/".join, axis=1)
-    # Models of CPUs are learned by themselves.
+    # CPUs have a separate model.
     platforms = table["device"].map({d: platform_of(d) for d in table["device"].unique()})
     found = [at for _, own in table.groupby(platforms) for at in _drawn(own, samples, seed)]
     return table.loc[sorted(found), columns]
 
 
 def platform_of(device: str) -> str:
-    """Platform of a device by its name; empty where there is no such device."""
+    """Platform of a device by name; empty if there is no such device."""
     try:
         return resolve_device(device, {}).platform
     except DeviceError:
@@ -115,7 +117,7 @@ def _drawn(table: pd.DataFrame, samples: int, seed: int) -> list[int]:
 
 
 def _rows(own: pd.DataFrame, rng: np.random.Generator) -> list[int]:
-    """A row of each way of running a model, by their labels."""
+    """Labels of a row for each way of running a model."""
     found = []
     for _, rows in own.groupby("mode"):
         sizes = rows["batch"].astype(str) + "x" + rows["img_size"].astype(str)
@@ -127,31 +129,30 @@ def _rows(own: pd.DataFrame, rng: np.random.Generator) -> list[int]:
     return found
 
 
-#: What was left out where errors of known chips, and of new ones, come from.
-_LEFT = {"known": "family", "new": "chip"}
-
-
 def measured_models(
     rows: Sequence[ModelRow], seconds: Sequence[object]
 ) -> tuple[Measured, list[ModelRow]]:
-    """Rows that kernels can be learned from, with their seconds by class of cost.
+    """Select rows to train on, with their seconds by class of cost.
 
     Args:
         rows: The rows.
-        seconds: Of each from :func:`~.rows.seconds_of`.
+        seconds: Predictions of the rows, from :func:`~.rows.seconds_of`.
+
+    Raises:
+        DatasetError: No row can be used.
     """
     found, kept = [], []
     for row, own in zip(rows, seconds, strict=True):
         if not isinstance(own, dict) or not np.isfinite(row.measured_s):
             continue
         times = [float(own.get(cost, 0.0)) for cost in COSTS]
-        # Where the host may take longer than the kernels, a run tells little of them.
+        # If the host may take longer than the kernels, the time is not that of the kernels.
         if own["host"] * fitted("python").more < sum(times):
             found.append(times)
             kept.append(row)
     if not found:
         raise DatasetError(
-            "no row with a measured time can be learned from", hint="latency_ms holds milliseconds"
+            "no row with a measured time can be used", hint="give latency_ms in milliseconds"
         )
     contexts, bundle = [], operator_bundle("default")
     apart = np.zeros((len(kept), len(COSTS)), bool)
@@ -173,19 +174,19 @@ def train_models(
     seed: int = 0,
     kind: type[TorchModel] = TorchModel,
 ) -> tuple[TorchModel, dict[str, np.ndarray]]:
-    """Learn effects and intervals.
+    """Fit effects and calibrate intervals.
 
     Args:
         data: Measured models.
         rows: Their rows.
-        families: Of each.
-        seed: Of the draw of folds of families.
-        kind: Of GPUs, or of CPUs.
+        families: Family of each row.
+        seed: Random seed of the folds of families.
+        kind: Class of the model, for GPUs or CPUs.
 
     Returns:
-        The model, and of rows left out in each way their errors ``log(measured / predicted)`` and
-        the ends of their intervals, shape ``(n, 3)``; NaN where no other rows are, and ends where
-        those of the kernels say more.
+        The model, and for each way of holding out the errors ``log(measured / predicted)`` and the
+        bounds of the intervals, shape ``(n, 3)``; NaN if there are no other rows, and for bounds
+        also if those of the kernels apply.
     """
     left = left_out_keys(rows, families, seed)
     trained = np.array([row.case.mode == "train" for row in rows])
@@ -198,7 +199,7 @@ def train_models(
     errors = {name: own[:, 0].copy() for name, own in found.items()}
     for name, judge in parts:
         if name == _LEFT["known"]:
-            # A chip that ran only what was left out was not known.
+            # A chip without other rows is not known.
             away = judge & ~np.isin(left["chip"], left["chip"][~judge])
             errors[name][away] = np.nan
     keys = {
@@ -235,7 +236,7 @@ def train_models(
 def left_out_keys(
     rows: Sequence[ModelRow], families: Sequence[str], seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """What is left out in each way: a value of each row, text, shape ``(n,)``."""
+    """Value of each row for each way of holding out: strings, shape ``(n,)``."""
     codes = pd.factorize(pd.Series(families))[0]
     order = np.random.default_rng(seed).permutation(codes.max() + 1)
     return {
@@ -253,22 +254,22 @@ def _ends(
     chips: np.ndarray,
     learn: np.ndarray,
 ) -> dict[str, Ends]:
-    """Ends of intervals: known chips by families that were left out, new ones by chips.
+    """Calibrate bounds of intervals: for known chips on held-out families, for new ones on chips.
 
-    A new chip may be like any of those that were measured, each of which counts the same.
+    A new chip may resemble any of the measured ones, which have equal weights.
 
     Args:
-        errors: Of rows that were left out, in each way.
-        keys: Of their ends, by ``known`` and ``new``, the most special ones first, ``(n, keys)``.
-        chips: Of the rows.
-        learn: Rows that count, bool.
+        errors: Errors of held-out rows for each way of holding out.
+        keys: Keys of bounds for ``known`` and ``new`` chips, most specific first, ``(n, keys)``.
+        chips: Chip of each row.
+        learn: Mask of the rows to use.
     """
     found = Calibrator[str]()
     for known, way in _LEFT.items():
         at = np.flatnonzero(learn & np.isfinite(errors[way]))
         for level in keys[known][at].T:
             if known == "new":
-                # Chips are too few to tell apart those with leading products.
+                # There are too few chips to treat those with leading products separately.
                 level = np.array([key.replace("/leading", "") for key in level])
             for key in np.unique(level):
                 own = at[level == key]
@@ -279,14 +280,14 @@ def _ends(
                 else:
                     rows = pd.Series(chips[own]).map(pd.Series(chips[own]).value_counts())
                     found.add(str(key), errors[way][own], 1.0 / rows.to_numpy(float))
-    # Those of chips with leading products last, of which less is known.
+    # Chips with leading products last, because their bounds must contain the others.
     for key in sorted((k for k in found.ends if k.startswith("known")), key=_is_leading):
         new = key.replace("known", "new", 1)
         for own in (key, new) if _is_leading(key) else ():
             found.widen(own, own.replace("/leading", ""))
-        # Who knows less is not surer.
+        # Bounds for new chips contain those for known ones.
         found.widen(new, key)
-    # One chip more differs from the mean of n by its own deviation and by that of the mean.
+    # The prediction error of a further chip includes that of the mean of n chips.
     count = len(set(chips[learn]))
     more = (1.0 + 1.0 / count) ** 0.5 if count > 1 else 1.0
     for key in [k for k in found.ends if k.startswith("new")]:
@@ -294,7 +295,7 @@ def _ends(
     leads = np.array([_is_leading(key) for key in keys["new"][:, 0]])
     for kind, alike in (("new", np.full(len(leads), True)), ("new/leading", leads)):
         if len(set(chips[learn & alike])) == 1:
-            # One chip says nothing of how others of its kind differ.
+            # The differences between chips cannot be estimated from one.
             found.ends.setdefault(kind, found.ends["new"])
             for key in [k for k in found.ends if k.startswith(kind)]:
                 found.ends[key] = widened(found.ends[key], UNSEEN)
@@ -306,36 +307,37 @@ def _is_leading(key: str) -> bool:
 
 
 def run_train_models(console: Console, settings: TableSettings) -> dict[str, TorchModel]:
-    """Learn from tables of whole models, print errors of what was left out, save and track.
+    """Train on tables of whole models, print held-out errors, save and track.
 
     Returns:
-        The models by platform: of GPUs in the file of the settings, of CPUs beside it.
+        The models by platform. That for GPUs is saved to the file of the settings, that for CPUs
+        beside it.
     """
-    told: list[tuple[ModelRow, str, str]] = []
+    read: list[tuple[ModelRow, str, str]] = []
     for path in settings.tables:
         table = read_cases(path, "models")
         if settings.samples is not None:
-            said = "all rows are taken, which name no family to draw by"
+            note = "using all rows, because there is no column family to sample by"
             if "family" in table:
                 table = drawn(table, settings.samples, settings.seed)
-                said = f"{len(table)} rows are drawn"
-            console.print(f"{path.stem}: {said}", highlight=False)
+                note = f"{len(table)} rows are drawn"
+            console.print(f"{path.stem}: {note}", highlight=False)
         families = table["family"] if "family" in table else pd.Series("", table.index)
         for row, family in zip(read_rows(table, model_row)[0], families, strict=True):
             if row is not None and np.isfinite(row.measured_s):
-                # Of presets the model comes before the part of it that runs.
-                told.append((row, path.stem, str(family or row.case.model.partition("/")[0])))
-    rows = [row for row, _, _ in told]
+                # Presets are named model/part.
+                read.append((row, path.stem, str(family or row.case.model.partition("/")[0])))
+    rows = [row for row, _, _ in read]
     if len({row.id for row in rows}) < len(rows):
-        raise DatasetError("several rows have the same id", hint="give each row an id of its own")
+        raise DatasetError("several rows have the same id", hint="give each row a different id")
     kept = settings.out.with_name(f"{settings.out.stem}-seconds.jsonl")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     identity = f"{__version__} {model_hash(OPERATOR_MODEL)}"
     with counting("recording models") as show:
         seconds = Asking("default", settings.ray, kept, identity, seconds_of).predict(rows, show)
     reasons = [own for own in seconds if isinstance(own, str)]
-    print_reasons(console, reasons, "rows not learned of")
-    of_row = {row.id: (table, family) for row, table, family in told}
+    print_reasons(console, reasons, "rows not used")
+    of_row = {row.id: (table, family) for row, table, family in read}
     platforms = [platform_of(row.device) for row in rows]
     found = {}
     for platform, kind in (("gpu", TorchModel), ("cpu", CpuTorchModel)):
@@ -346,7 +348,7 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
         names = [of_row[row.id][1] for row in own]
         model, judged = train_models(data, own, names, settings.seed, kind)
         figures = left_out_figures(judged, [of_row[row.id][0] for row in own])
-        title = f"whole models that were left out ({platform}), errors in %"
+        title = f"held-out models ({platform}), errors in %"
         print_frame(console, in_percent(figures), title)
         named = figures.assign(left_out=figures["table"] + "/" + figures["left_out"])
         long = named.melt("left_out", ["mape", "median_ape"])
@@ -363,7 +365,7 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
 
 
 def left_out_figures(left: Mapping[str, np.ndarray], tables: Sequence[str]) -> pd.DataFrame:
-    """Errors of each table's rows with families, chips … left out; widths are medians.
+    """Held-out errors by table and by what is held out; widths are medians.
 
     Args:
         left: From :func:`train_models`.

@@ -1,1 +1,1 @@
-"""Traces that people have: imported as datasets, and compared with predictions."""
+"""Import profiler traces as datasets, and compare them with predictions."""

@@ -1,4 +1,4 @@
-"""Compare a trace with what is predicted of the program that ran."""
+"""Compare a trace with the prediction of the program that ran."""
 
 from __future__ import annotations
 
@@ -27,24 +27,23 @@ if TYPE_CHECKING:
     from ...predict.operator.aten_work import AtenKernel
     from ...predict.program.predictor import Prediction
 
-#: Class of collectives, of kernels of XLA and of operators.
+#: Class of collectives among XLA kernels, and among PyTorch operators.
 _COLLECTIVE, _COMMUNICATION = "collective", "communication"
-#: Share of the kernels' time that has to be matched for the comparison to go without a note.
-#: Engineering estimate.
+#: Matched share of the kernels' time below which a note is added. Engineering estimate.
 _MATCHED = 0.9
-#: Log of a common factor from which it is reported: shared machines and clocks drift by less from
-#: one run to the next. Engineering estimate.
+#: Logarithm of a common factor from which it is reported; shared machines and clocks drift by less
+#: between runs. Engineering estimate.
 _COMMON = 0.1
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """How to compare.
+    """Options of a comparison.
 
     Attributes:
         device: Name, file or ``local``; by default the trace's device, and for a CPU this machine.
         model: Name or folder of the model.
-        index: Device of a trace of several.
+        index: Index of the device in a trace of several.
     """
 
     device: str | None = None
@@ -64,7 +63,7 @@ def check_trace(
         path: The trace.
         program: The program; by default the module in the trace that took most time.
         options: The device and the model.
-        tell: Called with a line for what was assumed.
+        tell: Called with a message about assumptions.
 
     Raises:
         OpcastError: The trace cannot be read, or its program or device is unknown.
@@ -86,17 +85,17 @@ def _check_program(
     given = lowered_programs([program] if program else [], spec)
     traced = traced_programs(trace, given, options.index)
     own = traced[0]
-    # A program that is given is predicted as it is, with the names that its kernels have here.
+    # A given program is predicted as it is lowered here; its kernels are matched by name.
     lowered = given[0] if given else own.lowered
     if given:
         names = _names(lowered)
         own = max(traced, key=lambda t: len(names & t.durations.keys()))
         if not names & own.durations.keys():
             raise DatasetError(
-                "no kernel of the trace has the name of one of the program's",
+                "no kernel of the program occurs in the trace by name",
                 where=trace.path,
-                hint="leave PROGRAM out to predict the module in the trace, or give the one that "
-                "ran: compiled.as_text()",
+                hint="leave PROGRAM out to predict the module in the trace, or give the compiled "
+                "program that ran: compiled.as_text()",
             )
     predictor = load_for_programs(options.model)
     prediction = predictor.predict_lowered(lowered, spec)
@@ -108,15 +107,12 @@ def _check_program(
     notes = [*trace.notes, *prediction.notes]
     if len(traced) > 1:
         others = ", ".join(t.module for t in traced if t is not own)
-        notes.append(f"this covers {own.module}; the trace also holds {others[:200]}")
+        notes.append(f"this covers {own.module}; the trace also contains {others[:200]}")
     absent = _names(lowered) - named
     if absent:
         notes.append(
-            f"{len(absent)} predicted kernels are not in the trace by name and count as 0 there"
-            + (
-                "; they may be among those that are not predicted, such as a library's"
-                * bool(spent)
-            )
+            f"{len(absent)} predicted kernels do not occur in the trace by name and count as 0"
+            + "; they may be among the kernels that are not predicted" * bool(spent)
         )
         pairs += _pairs(lowered, prediction, {name: [0.0] for name in absent})
     latency = (prediction.latency_us, prediction.lo_us, prediction.hi_us)
@@ -159,18 +155,18 @@ def _compared(
     lost = sum(unmatched.values())
     labelled = sum(c.traced_us for c in classes)
     if run is None:
-        # Without times of start only the kernels can be compared.
+        # Without start times only the kernels can be compared.
         scale = sum(c.predicted_us for c in classes) / latency[0]
         latency = (latency[0] * scale, latency[1] * scale, latency[2] * scale)
-        notes.append("the sums of the kernels are compared, not the times of a run")
+        notes.append("sums of kernels are compared, not times of a run")
     matched = labelled / ((labelled + lost) or 1.0)
     if matched < _MATCHED:
-        notes.append(f"only {matched:.0%} of the kernels' time is of kernels that are predicted")
+        notes.append(f"only {matched:.0%} of the kernels' time is predicted")
     if abs(np.log(factor)) > _COMMON:
         notes.append(
             f"three quarters of the kernels' time took {factor:.2f} x of the prediction or "
-            f"{'more' if factor > 1 else 'less'}: another clock, a shared machine, or a model that "
-            "does not know this device; opcast calibrate --data with the imported trace corrects it"
+            f"{'more' if factor > 1 else 'less'}: a different clock, a shared machine, or a device "
+            "without training data; opcast calibrate --data with the imported trace corrects it"
         )
     return TraceCheck(
         trace=trace.path,
@@ -202,8 +198,8 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
 
     if spec.platform != "gpu":
         raise DeviceError(
-            f"operators of PyTorch are priced on GPUs, and {spec.name} is a {spec.platform}",
-            hint="name with --device what the trace ran on",
+            f"PyTorch operators are predicted only on GPUs, and {spec.name} is a {spec.platform}",
+            hint="give the device of the trace with --device",
         )
     devices = chosen(trace, options.index)
     parts = [(own.index, run) for own in devices for run in by_run(own.executed.events)]
@@ -214,9 +210,9 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
         raise DatasetError(
             "no operator of the trace can be predicted",
             where=trace.path,
-            hint="record with record_shapes=True; for XLA's kernels give the PROGRAM that ran",
+            hint="record with record_shapes=True; for XLA kernels give the PROGRAM that ran",
         )
-    # Each call of a size counts: the host launches every one of them.
+    # Every call counts, because the host launches each of them.
     calls = [max(1, round(len(o.seconds) / count)) for o, _ in known]
     works = [w for (_, w), n in zip(known, calls, strict=True) for _ in range(n)]
     priced = price_works(works, spec, "torch-eager", operator_bundle(options.model))
@@ -235,9 +231,9 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
         if id(operator) not in used:
             spent[operator.name] += operator.total * 1e6 / count
     runs = [run_time(run, is_collective, i) for i, run in parts] if trace.ordered else []
-    notes = [*trace.notes, "operators are priced one after the other, as eager PyTorch runs them"]
+    notes = [*trace.notes, "operators are predicted to run one by one, as in eager PyTorch"]
     if sent:
-        notes.append("collectives are not predicted here: opcast cluster prints their times")
+        notes.append("collectives are not predicted here; see opcast cluster for their times")
     latency = (priced.seconds * 1e6, priced.lo * 1e6, priced.hi * 1e6)
     return _compared(trace, spec, pairs, spent, runs, latency, _COMMUNICATION, notes)
 
@@ -250,7 +246,7 @@ def _title(operator: TracedOperator) -> str:
 
 
 def _work(operator: TracedOperator) -> AtenKernel | None:
-    """What an operator's row costs, as programs of PyTorch are priced."""
+    """Convert a traced operator to a kernel of a PyTorch program; ``None`` if not possible."""
     from ...features.operators.op import Op
     from ...predict.operator.aten_work import AtenKernel, moving
 
@@ -268,7 +264,7 @@ def _work(operator: TracedOperator) -> AtenKernel | None:
 
 
 def _shape(row: Row) -> tuple[str, tuple[int, ...], int]:
-    """Family and shape of an operator, and the elements that it moves, by its row."""
+    """Family and shape of an operator, and the number of elements that it reads and writes."""
     from ...features.operators.op import OP_FAMILIES
 
     size = {n: v for n, v in row.items() if isinstance(v, int)}
@@ -299,7 +295,7 @@ def _shape(row: Row) -> tuple[str, tuple[int, ...], int]:
 
 
 def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
-    """Print classes, the waterfall and the kernels that differ most."""
+    """Print the classes, the waterfall, and the kernels with the largest differences."""
     from rich.text import Text
 
     from ...common.units import duration

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ...features.ir.jax_function import FunctionCall
     from ...features.kernels.kernel import LoweredProgram
 
-#: Most names that are printed with the share of the time that has no label.
+#: Maximum number of unlabelled kernels that are printed.
 _SHOWN = 8
 
 
 def read_one(path: Path, what: str = "reading") -> Trace:
-    """Read a trace, on a terminal with a bar.
+    """Read a trace, with a progress bar on a terminal.
 
     Raises:
         DatasetError: It cannot be read, or is a directory with profiles of several hosts.
@@ -44,29 +44,29 @@ def read_one(path: Path, what: str = "reading") -> Trace:
 
 
 def refuse_program(trace: Trace, given: bool) -> None:
-    """Refuse a program beside a trace of PyTorch's profiler.
+    """Refuse a program for a trace of PyTorch's profiler.
 
     Raises:
-        DatasetError: A program is given beside such a trace.
+        DatasetError: A program is given for such a trace.
     """
     if given and trace.format == "kineto":
         raise DatasetError(
-            "a trace of PyTorch itself lists the operators that ran",
+            "a program does not apply to a trace of PyTorch, which lists its operators",
             where=trace.path,
             hint="leave the program out",
         )
 
 
 def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> DeviceSpec:
-    """Describe the device of a trace: as given, as the trace names it, or this machine.
+    """Describe the device of a trace: as given, as recorded in the trace, or this machine.
 
     Args:
         trace: The trace.
         device: Name, file or ``local``; ``None`` for the trace's device.
-        tell: Called with a line if this machine is taken.
+        tell: Called with a message if this machine is assumed.
 
     Raises:
-        DeviceError: The device is unknown, or neither given nor named in the trace.
+        DeviceError: The device is unknown, or neither given nor recorded in the trace.
     """
     from ...features.devices.catalogue import find_device
     from ...predict.devices import resolve_device
@@ -75,27 +75,27 @@ def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> 
     if device is not None and device != "local":
         spec = resolve_device(device, _trained())
         if on_host != (spec.platform == "cpu"):
-            held = "of a host's CPU alone" if on_host else "of an accelerator"
+            held = "a CPU" if on_host else "an accelerator"
             raise DeviceError(
-                f"the trace holds kernels {held}, and {spec.name} is none",
+                f"the kernels of the trace ran on {held}, which {spec.name} is not",
                 where=trace.path,
                 hint="record on the device itself, or leave --device out",
             )
         return spec
     if device == "local" or on_host:
-        # The machine is not in the trace: the ceilings of the one at hand are taken.
+        # A trace does not identify a CPU; this machine's peaks are used.
         from ..profile import local_device
 
         if device is None:
-            tell("taken as a trace of this machine; name another with --device")
+            tell("assuming that the trace is of this machine; else give --device")
         return local_device(_trained(), tell)
     if trace.device_name:
         try:
             return find_device(trace.device_name)
         except DeviceError as error:
-            raise DeviceError(error.what, where=trace.path, hint="name it with --device") from None
+            raise DeviceError(error.what, where=trace.path, hint="give --device") from None
     raise DeviceError(
-        "the trace does not state what it ran on", where=trace.path, hint="name it with --device"
+        "the trace does not record its device", where=trace.path, hint="give --device"
     )
 
 
@@ -108,7 +108,7 @@ def _trained() -> dict[str, DeviceSpec]:
 def lowered_programs(
     paths: Sequence[Path | FunctionCall], device: DeviceSpec
 ) -> list[LoweredProgram]:
-    """Lower programs that a trace may be of, for its device; optimised HLO is taken as it is."""
+    """Lower the candidate programs of a trace for its device; optimised HLO is used as it is."""
     from ...features.ir.platforms import platform_of
     from ...features.ir.reader import read_program
     from ...features.lowering.lower import lower
@@ -132,16 +132,16 @@ def run_import_traces(
     keep_names: bool,
     tell: Callable[[str], None],
 ) -> list[ImportedTrace]:
-    """Import traces one by one, and print what became of each.
+    """Import traces one by one, and print a summary of each.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         paths: Files, or log directories of ``jax.profiler``.
-        out: The dataset's folder.
+        out: Folder of the dataset.
         device: Name, file or ``local``; by default the trace's device, and for a CPU this machine.
-        programs: Programs that ran, where the traces do not hold them.
-        index: Device of the traces.
-        keep_names: Keep names in the run's record.
+        programs: Programs that ran, if the traces do not contain them.
+        index: Index of the device in the traces.
+        keep_names: Whether to keep names in the run's record.
         tell: Called with a line for each note.
 
     Raises:
@@ -166,7 +166,7 @@ def run_import_traces(
 def _print(console: Console, result: ImportedTrace, device: str) -> None:
     from ...common.units import duration
 
-    what = "there already" if result.kept else f"{result.samples} samples"
+    what = "already imported" if result.kept else f"{result.samples} samples"
     parts = [
         f"{Path(result.path).name}: {what} of {device}, {result.matched:.1%} of the time labelled"
     ]
@@ -184,7 +184,7 @@ def _print(console: Console, result: ImportedTrace, device: str) -> None:
                 if step.collectives
                 else ""
             )
-            + f"gaps {duration(step.gaps * 1e6)}, at once {duration(step.overlap * 1e6)}; "
+            + f"gaps {duration(step.gaps * 1e6)}, overlap {duration(step.overlap * 1e6)}; "
             f"between runs {duration(result.host_s * 1e6)}"
         )
     for name, share in result.unmatched[:_SHOWN]:

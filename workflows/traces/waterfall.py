@@ -1,4 +1,4 @@
-"""What explains the difference between a predicted and a traced time, in parts that add up."""
+"""Decompose the difference between a predicted and a traced time into parts that add up."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 from ...datagen.traces.trace import RunTime
 
-#: Fewer kernels than this do not separate a common factor from their own errors.
+#: Minimum number of kernels to distinguish a common factor from errors of single kernels.
 _LEAST = 4
 
 
 @dataclass(frozen=True)
 class ClassTime:
-    """Kernels of one class in one run; microseconds.
+    """Time of a class of kernels in a run.
 
     Attributes:
         kind: Name of the class.
-        predicted_us: Predicted.
-        traced_us: Traced.
-        count: Distinct kernels.
+        predicted_us: Predicted time.
+        traced_us: Traced time.
+        count: Number of distinct kernels.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class ClassTime:
 
 @dataclass(frozen=True)
 class Part:
-    """A step of the waterfall; microseconds, positive where the trace takes longer."""
+    """A step of the waterfall; the time is positive if the trace takes longer."""
 
     what: str
     us: float
@@ -40,26 +40,25 @@ class Part:
 
 @dataclass
 class TraceCheck:
-    """A prediction beside a trace; microseconds of one run.
+    """Comparison of a prediction with a trace; times are per run.
 
     Attributes:
-        trace: File.
+        trace: Path of the trace.
         format: ``xplane``, ``kineto`` or ``nsys``.
         device: Name of the device.
         predicted_us: Predicted time of a run.
-        lo_us: Lower end of its interval.
-        hi_us: Upper end.
-        traced_us: Traced time of a run; of a trace without times of start, the sum of its kernels.
-        runs: Runs in the trace; 0 if it does not separate them.
-        host_us: Between two runs, which no prediction holds.
+        lo_us: Lower bound of its interval.
+        hi_us: Upper bound.
+        traced_us: Traced time of a run; the sum of the kernels if the trace has no start times.
+        runs: Number of runs in the trace; 0 if it does not separate them.
+        host_us: Time between two runs, which is not predicted.
         matched: Share of the traced kernels' time that is predicted.
-        factor: What all kernels take longer by; 1 if there is no common factor.
-        classes: Kernels by class, the longest first.
+        factor: Common factor of traced over predicted times; 1 if there is none.
+        classes: Times by class of kernel, longest first.
         waterfall: Parts from the predicted to the traced time.
-        kernels: Name, class, predicted, lower and upper end, and traced of each kernel, and how
-            often a run executes it.
-        unmatched: Microseconds by name of what is not predicted, the longest first.
-        notes: What limits the comparison.
+        kernels: The kernels.
+        unmatched: Names and µs of kernels that are not predicted, longest first.
+        notes: Limitations of the comparison.
     """
 
     trace: str
@@ -81,26 +80,26 @@ class TraceCheck:
 
     @property
     def error(self) -> float:
-        """``(predicted - traced) / traced``."""
+        """Relative error: ``(predicted - traced) / traced``."""
         return self.predicted_us / self.traced_us - 1.0
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast check --trace --json`` prints it."""
+        """Convert to the output of ``opcast check --trace --json``."""
         return {**asdict(self), "error": self.error}
 
 
 @dataclass(frozen=True)
 class KernelPair:
-    """A kernel's prediction beside the trace; microseconds of one execution.
+    """Prediction and trace of a kernel; times of one execution.
 
     Attributes:
-        name: Instruction or operator.
-        kind: Class.
-        runs: Executions in a run.
-        predicted_us: Predicted.
-        lo_us: Lower end of the interval.
-        hi_us: Upper end.
-        traced_us: Median of the trace.
+        name: Name of the instruction or operator.
+        kind: Class of the kernel.
+        runs: Executions per run.
+        predicted_us: Predicted time.
+        lo_us: Lower bound of its interval.
+        hi_us: Upper bound.
+        traced_us: Median of the traced executions.
     """
 
     name: str
@@ -115,13 +114,13 @@ class KernelPair:
     def of(
         cls, name: str, kind: str, runs: float, times_us: Iterable[float], traced: Sequence[float]
     ) -> KernelPair:
-        """The pair of a prediction with the ends of its interval, and each execution's seconds."""
+        """Make a pair from a prediction with its bounds in µs, and the traced seconds."""
         value, lo, hi = map(float, times_us)
         return cls(name, kind, runs, value, lo, hi, float(np.median(traced)) * 1e6)
 
 
 def by_class(pairs: Sequence[KernelPair]) -> list[ClassTime]:
-    """Sum kernels by class, the longest first."""
+    """Sum kernels by class, longest first."""
     kinds = dict.fromkeys(p.kind for p in pairs)
     classes = []
     for kind in kinds:
@@ -133,11 +132,11 @@ def by_class(pairs: Sequence[KernelPair]) -> list[ClassTime]:
 
 
 def common_factor(pairs: Sequence[KernelPair]) -> float:
-    """What kernels take longer by in common: another clock, or a machine that is shared.
+    """Common factor of traced over predicted times, due to a different clock or a shared machine.
 
-    Quartiles of traced over predicted times, weighted by the predicted ones: if three quarters of
-    the time are slower than predicted, the least of their factors is common to all of these, and so
-    for faster ones. Otherwise kernels err both ways and nothing is common.
+    Computed from quartiles of the ratios, weighted by predicted time: if three quarters of the time
+    are slower than predicted, it is the smallest of their ratios, and correspondingly for faster
+    ones. Otherwise kernels err in both directions, and the factor is 1.
     """
     if len(pairs) < _LEAST:
         return 1.0
@@ -157,12 +156,12 @@ def waterfall(
     unmatched_us: float,
     collective: str,
 ) -> list[Part]:
-    """Explain the difference in parts that add up to the traced time.
+    """Decompose the difference between predicted and traced time.
 
-    With predicted kernels ``K`` and traced ones ``k`` (by class, medians of executions), a factor
-    ``f`` that is common to all, collectives ``C`` and ``c``, what was not predicted ``u``, traced
-    gaps ``g``, time ``o`` saved by kernels that run at once, and what the executions of this run
-    take beyond these medians, ``m``::
+    With predicted kernels ``K`` and traced ones ``k`` (by class, medians of executions), a common
+    factor ``f``, collectives ``C`` and ``c``, kernels that are not predicted ``u``, traced gaps
+    ``g``, overlap of kernels ``o``, and the excess ``m`` of this run's executions over their
+    medians::
 
         predicted = K + C + G - O,   traced = k + c + u + m + g - o
         traced - predicted = (f - 1) K + Σ (k - f K) + u + (c - C) + (g - G) + (O - o) + m
@@ -170,24 +169,24 @@ def waterfall(
     Args:
         predicted_us: Predicted time of a run; of its kernels alone if ``run`` is unknown.
         classes: Kernels by class.
-        factor: The factor that is common to all kernels but collectives.
+        factor: Common factor of all kernels except collectives.
         run: A traced run; ``None`` if start times are unknown.
-        unmatched_us: Kernels of a run that were not predicted.
+        unmatched_us: Time of the kernels of a run that are not predicted.
         collective: Name of the class of collectives.
     """
     own = [c for c in classes if c.kind != collective]
     others = [c for c in classes if c.kind == collective]
     kernels = sum(c.predicted_us for c in own)
     sent, took = (sum(getattr(c, f"{n}_us") for c in others) for n in ("predicted", "traced"))
-    parts = [Part("clock: all kernels by one factor", (factor - 1.0) * kernels)]
+    parts = [Part("clock: common factor of all kernels", (factor - 1.0) * kernels)]
     parts += [Part(f"kernels: {c.kind}", c.traced_us - factor * c.predicted_us) for c in own]
     parts.append(Part("kernels that are not predicted", unmatched_us))
     parts.append(Part("communication", took - sent))
     if run is not None:
         beyond = predicted_us - kernels - sent
         parts.append(Part("gaps and launches", run.gaps * 1e6 - max(beyond, 0.0)))
-        parts.append(Part("kernels at once", -run.overlap * 1e6 - min(beyond, 0.0)))
-        # Medians of kernels need not add up to the kernels of the run.
+        parts.append(Part("overlap of kernels", -run.overlap * 1e6 - min(beyond, 0.0)))
+        # Medians do not add up to the kernels of the run.
         medians = sum(c.traced_us for c in classes) + unmatched_us
         took_all = (run.kernels + run.collectives) * 1e6
         parts.append(Part("executions beyond their median", took_all - medians))

@@ -1,1 +1,1 @@
-"""Versions of programs: at git revisions, compared with each other, held to budgets."""
+"""Compare versions of programs at git revisions, and check them against budgets."""

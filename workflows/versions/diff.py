@@ -1,9 +1,10 @@
-"""Compare two versions of programs on devices, and hold the new ones to a budget."""
+"""Compare two versions of programs on devices, and check the new ones against a budget."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +23,7 @@ from ...common.options import (
 from ...common.progress import stages
 from ...common.types import JsonMapping
 from ...common.units import duration, likely
-from .revisions import Checkouts, Opened, checkouts, commit_of, opened
+from .revisions import Checkouts, Opened, commit_of, opened
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -41,33 +42,33 @@ class DiffSettings:
     old: Annotated[
         str,
         Option(
-            "Program as it was: a file, module.py:function, or one of them at a git revision, "
-            "REV:PATH. With --budget a revision.",
+            "Old version of the program: a file or module.py:function, or either at a git "
+            "revision, REV:PATH. With --budget, a revision.",
             argument=True,
         ),
     ]
     new: Annotated[
         str,
         Option(
-            "Program as it is. With --budget a revision, or nothing for the working tree.",
+            "New version of the program. With --budget, a revision; default: the working tree.",
             argument=True,
             shows_default=False,
         ),
     ] = ""
     device: DeviceList = ""
     budget: Annotated[
-        Path | None, Option("YAML file of programs and their limits: exits with 1 beyond one.")
+        Path | None, Option("YAML file of programs and limits; exits with 1 if one is exceeded.")
     ] = None
     fail_above: Annotated[
         float | None,
         Option(
-            "Exit with 1 if it is slower by more than so many percent. With --budget, of programs "
-            "of which it says no `slower`.",
+            "Exit with 1 if the new version is slower by more than this percentage. With "
+            "--budget, for programs without `slower`.",
             least=0.0,
         ),
     ] = None
     sure: Annotated[
-        float, Option("Least probability of that at which to fail.", least=0.0, most=1.0)
+        float, Option("Minimum probability of exceeding a limit to fail.", least=0.0, most=1.0)
     ] = 0.5
     model: ModelOpt = "default"
     lowering: LoweringOpt = "auto"
@@ -77,15 +78,15 @@ class DiffSettings:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a program may take.
+    """A program to compare, with its limits.
 
     Attributes:
-        name: What it is called.
-        old: Text of the old version (``revisions.py``).
-        new: Text of the new one.
-        devices: Names or files.
-        slower: Share of the old time by which the new one may be slower; ``None`` for any.
-        limit_us: Microseconds that the new one may take; ``None`` for any.
+        name: Name of the program.
+        old: Specification of the old version (``revisions.py``).
+        new: Specification of the new version.
+        devices: Names or files of devices.
+        slower: Allowed slowdown relative to the old version; ``None`` for any.
+        limit_us: Allowed time of the new version in µs; ``None`` for any.
     """
 
     name: str
@@ -96,13 +97,13 @@ class Allowed:
     limit_us: float | None = None
 
     def excess(self, found: Difference, sure: float) -> str:
-        """Say what is exceeded with at least a probability; empty if nothing is."""
-        said = []
+        """Describe the limits exceeded with at least a probability; empty if none is."""
+        found_excess = []
         if self.slower is not None and (p := found.slower_by(self.slower)) and p >= sure:
-            said.append(f"slower by more than {100 * self.slower:g} % ({likely(p)} likely)")
+            found_excess.append(f"slower by more than {100 * self.slower:g} % ({likely(p)} likely)")
         if self.limit_us is not None and (p := found.beyond(self.limit_us)) and p >= sure:
-            said.append(f"above {duration(self.limit_us)} ({likely(p)} likely)")
-        return ", ".join(said)
+            found_excess.append(f"above {duration(self.limit_us)} ({likely(p)} likely)")
+        return ", ".join(found_excess)
 
 
 @dataclass(frozen=True)
@@ -110,38 +111,38 @@ class DiffReport:
     """All comparisons of a run.
 
     Attributes:
-        results: By program and device.
+        results: Results by program and device.
     """
 
     results: tuple[Judged, ...] = field(default=())
 
     @property
     def passes(self) -> bool:
-        """Whether all could be compared, and nothing is exceeded."""
+        """Whether all comparisons succeeded without exceeding a limit."""
         return not any(own.excess or own.error for own in self.results)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast diff --json`` prints it."""
+        """Convert to the output of ``opcast diff --json``."""
         return {"passes": self.passes, "results": [own.to_dict() for own in self.results]}
 
 
 def run_diff(settings: DiffSettings) -> DiffReport:
-    """Compare two versions of one program, or of those of a budget.
+    """Compare two versions of a program, or of the programs of a budget.
 
     Raises:
-        OpcastError: A version or device is not usable, or a budget or its revision. What a
-            budget's program lacks is in the report.
+        OpcastError: A version, device, budget or revision is not usable. Errors of single programs
+            of a budget are in the report.
     """
     from ...predict.program.predictor import load_for_programs
 
-    asked = _asked(settings)
+    programs = _programs(settings)
     predictor = load_for_programs(settings.model)
     found = []
     with tempfile.TemporaryDirectory(prefix="opcast-diff-") as made:
         folder = Path(made).resolve()
-        with checkouts(folder) as trees, stages("reading programs") as say:
+        with closing(Checkouts(folder)) as trees, stages("reading programs") as say:
             run = _Run(settings, predictor, trees, folder, say)
-            for allowed in asked:
+            for allowed in programs:
                 for own in run.judged(allowed):
                     if own.error is not None and settings.budget is None:
                         raise own.error
@@ -151,7 +152,7 @@ def run_diff(settings: DiffSettings) -> DiffReport:
 
 @dataclass(frozen=True)
 class _Run:
-    """What all comparisons of a run share; ``say`` tells which stage it is at."""
+    """State shared by all comparisons of a run; ``say`` reports the current stage."""
 
     settings: DiffSettings
     predictor: Predictor
@@ -160,7 +161,7 @@ class _Run:
     say: Callable[[str], None]
 
     def judged(self, allowed: Allowed) -> Iterator[Judged]:
-        """A program's versions on each of its devices."""
+        """Compare the versions of a program on each of its devices."""
         from ...features.ir.platforms import platform_of
         from ...predict.devices import resolve_device
         from ...predict.difference.compare import Judged, compare
@@ -177,7 +178,7 @@ class _Run:
             except AbsentError:
                 if self.settings.budget is None:
                     raise
-                notes[f"there is no {allowed.old}: the new version is compared with itself"] = None
+                notes[f"no {allowed.old}: comparing the new version with itself"] = None
         except OpcastError as error:
             yield from (Judged(allowed.name, name, error=error) for name in allowed.devices)
             return
@@ -189,9 +190,9 @@ class _Run:
                 yield Judged(allowed.name, device.name, error=error)
                 continue
             found = compare(before, after)
-            told = replace(found, notes=(*filter(None, notes), *found.notes))
             excess = allowed.excess(found, self.settings.sure)
-            yield Judged(allowed.name, device.name, told, excess)
+            noted = replace(found, notes=(*filter(None, notes), *found.notes))
+            yield Judged(allowed.name, device.name, noted, excess)
 
     def _opened(self, text: str, platforms: Sequence[Platform]) -> Opened:
         self.say(printable(f"reading {text}"))
@@ -201,7 +202,8 @@ class _Run:
         """Predict a version on a device.
 
         Raises:
-            OpcastError: It cannot be predicted there. It names the user's text, no file made here.
+            OpcastError: It cannot be predicted; the error has the user's specification, not the
+                name of a temporary file.
         """
         from ...features.ir.platforms import platform_of
         from ...features.lowering.options import LoweringOptions
@@ -218,17 +220,17 @@ class _Run:
             error.where = error.where.replace(str(file), program.text) or program.text
             if isinstance(error, SeveralDevicesError):
                 error.hint = (
-                    "opcast diff compares programs of one device; opcast predict --cluster "
-                    "predicts each version of this one"
+                    "opcast diff compares programs for one device; predict each version of this "
+                    "one with opcast predict --cluster"
                 )
             raise
 
 
-def _asked(settings: DiffSettings) -> list[Allowed]:
-    """What is compared.
+def _programs(settings: DiffSettings) -> list[Allowed]:
+    """List the programs to compare.
 
     Raises:
-        OpcastError: The budget or its revision is not usable.
+        OpcastError: The budget or a revision is not usable.
     """
     if settings.budget is None:
         slower = None if settings.fail_above is None else settings.fail_above / 100
@@ -247,7 +249,7 @@ def _asked(settings: DiffSettings) -> list[Allowed]:
 
 
 def _devices(names: Iterable[object]) -> tuple[str, ...]:
-    """Names of devices, each once."""
+    """Names of devices without duplicates."""
     return tuple(dict.fromkeys(str(name).strip() for name in names))
 
 
@@ -265,7 +267,7 @@ def read_budget(path: Path, old: str, new: str) -> list[Allowed]:
         new: Revision of the new ones; empty for the working tree.
 
     Raises:
-        OpcastError: The file cannot be read, or an entry is not as described.
+        OpcastError: The file cannot be read, or an entry is invalid.
     """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
@@ -286,23 +288,25 @@ def read_budget(path: Path, old: str, new: str) -> list[Allowed]:
 
 
 def _allowed(entry: object, old: str, new: str) -> Allowed:
-    """An entry of a budget.
+    """Parse an entry of a budget.
 
     Raises:
-        ValueError: It is not as described.
+        ValueError: It is invalid.
     """
     if not isinstance(entry, dict) or not {"program", "device"} <= entry.keys() <= set(_KEYS):
-        raise ValueError(f"has program, device and some of {', '.join(_KEYS)}; not {entry!r}")
+        raise ValueError(
+            f"needs program and device, and may have others of {', '.join(_KEYS)}; not {entry!r}"
+        )
     own: JsonMapping = entry
     listed = own["device"] if isinstance(own["device"], list) else str(own["device"]).split(",")
     devices = _devices(listed)
     if not devices or "" in devices:
-        raise ValueError(f"device: {own['device']!r} names no device, or an empty one")
+        raise ValueError(f"device: {own['device']!r} has no device, or an empty name")
     program, slower, limit = own["program"], own.get("slower"), own.get("limit")
     if not isinstance(program, str):
         raise ValueError(f"program: {program!r} is not a file or module.py:function")
     if slower is None and limit is None:
-        raise ValueError("gives neither slower, such as 3%, nor limit, such as 33ms")
+        raise ValueError("needs slower, such as 3%, or limit, such as 33ms")
     return Allowed(
         str(own.get("name", _called(program))),
         f"{old}:{program}",
@@ -314,10 +318,10 @@ def _allowed(entry: object, old: str, new: str) -> Allowed:
 
 
 def _limit(value: object) -> float:
-    """Seconds of a limit.
+    """Parse a limit into seconds.
 
     Raises:
-        ValueError: It is no duration, or has no unit: that of nobody's program is seconds.
+        ValueError: It is not a duration, or has no unit, which is rarely meant to be seconds.
     """
     found = seconds_of(str(value))
     if not str(value)[-1].isalpha():
@@ -326,10 +330,10 @@ def _limit(value: object) -> float:
 
 
 def _percent(value: object) -> float:
-    """A percentage, with or without its sign.
+    """Parse a percentage, with or without a percent sign.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a percentage.
     """
     text = str(value).removesuffix("%").strip()
     try:

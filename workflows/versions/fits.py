@@ -1,4 +1,4 @@
-"""Whether programs or a training step fit the memory of devices."""
+"""Check whether programs or training steps fit in the memory of devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitSettings:
-    """What ``opcast fit`` is asked: a program, or a step of a model under a plan."""
+    """Settings of ``opcast fit``: a program, or a training step under a plan."""
 
     program: ProgramOrNone = None
     device: Annotated[
@@ -34,8 +34,8 @@ class FitSettings:
     framework: Annotated[
         str,
         Option(
-            "Whose kernels a PyTorch program has: xla, torch-eager or torch-compiled. With "
-            "--workload who runs the step, such as nanotron."
+            "Framework of a PyTorch program: xla, torch-eager or torch-compiled. With --workload, "
+            "framework of the step, such as nanotron."
         ),
     ] = ""
     train: TrainOpt = ""
@@ -46,21 +46,21 @@ class FitSettings:
     hf: HfOpt = None
     settings: SizesOpt = field(default_factory=dict)
     cluster: Annotated[
-        str, Option("Of a step: name such as dgx-h100-x128, instead of --device.")
+        str, Option("Cluster of a step, such as dgx-h100-x128, instead of --device.")
     ] = ""
     plan: Annotated[str, Option("Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")] = ""
     risk: Annotated[
         float,
-        Option("Largest probability of running out of memory.", least=0.01, most=0.99),
+        Option("Maximum probability of running out of memory.", least=0.01, most=0.99),
     ] = 0.5
 
 
 def program_fits(settings: FitSettings, program: object) -> list[MemoryFit]:
-    """Find out whether a program fits, on each device.
+    """Check on each device whether a program fits.
 
     Args:
-        settings: What is asked.
-        program: What its program's argument stands for.
+        settings: The devices and options.
+        program: The program.
 
     Raises:
         OpcastError: The program or a device is not usable.
@@ -86,10 +86,10 @@ def program_fits(settings: FitSettings, program: object) -> list[MemoryFit]:
 
 
 def step_fits(settings: FitSettings, workload: str) -> list[MemoryFit]:
-    """Find out whether a training step fits, on one device of each name or on a cluster.
+    """Check whether a training step fits, on a cluster or on a single device of each type.
 
     Args:
-        settings: What is asked.
+        settings: The cluster or devices, the plan and options.
         workload: Name or file of the model.
 
     Raises:
@@ -107,7 +107,7 @@ def step_fits(settings: FitSettings, workload: str) -> list[MemoryFit]:
 
 
 def _alone(device: str) -> Cluster:
-    """A cluster of one device by its name or file."""
+    """Make a cluster of a single device."""
     from ...predict.devices import resolve_device
     from ...simulate.clusters.catalogue import joined
 

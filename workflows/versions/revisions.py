@@ -1,8 +1,7 @@
-"""Programs as they were at a git revision, and functions, each traced in a process of its own.
+"""Read programs at git revisions, and trace functions in separate processes.
 
-A text names a program: a file, ``module.py:function``, or one of these at a revision,
-``REV:PATH``. Two versions of a function import modules of the same names, so that one process
-could not trace both.
+A program is specified as a file or ``module.py:function``, or either at a revision, ``REV:PATH``.
+Two versions of a function import modules of the same name, so a single process cannot trace both.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,26 +21,26 @@ from ...common.worker_process import module_command, worker_environment
 from ...features.ir.jax_function import is_function_path, load_function
 from ...features.ir.platforms import Platform
 
-#: Longest that tracing a function may take, seconds.
+#: Time limit in seconds for tracing a function.
 TRACE_S = 1800
-#: Longest that git may take, seconds: it may check out a large repository.
+#: Time limit of git in seconds, which may check out a large repository.
 _GIT_S = 600
-#: Status of the process that traces a function of a file that has none of its name.
+#: Exit status of the tracing process if the file does not have the function.
 _ABSENT = 3
-#: File of a note on how a function was converted.
+#: File with a note on how a function was converted.
 _NOTE = "note.txt"
-#: What git tells its hooks, which would point it at the wrong files of another folder.
+#: Variables that git sets for its hooks, which would apply to the wrong folder here.
 _OF_HOOKS = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
 
 
 @dataclass(frozen=True)
 class Versioned:
-    """A program's text, taken apart.
+    """A parsed specification of a program.
 
     Attributes:
-        revision: Of git; empty for the working tree.
+        revision: Git revision; empty for the working tree.
         path: File, relative to the current folder or absolute.
-        function: In the file; empty for a program's file.
+        function: Function in the file; empty for a program file.
     """
 
     revision: str
@@ -51,10 +49,10 @@ class Versioned:
 
     @classmethod
     def parse(cls, text: str) -> Versioned:
-        """Take a text apart.
+        """Parse a specification.
 
         Raises:
-            ProgramError: It is no file, and names no revision.
+            ProgramError: It is neither a file nor has a revision.
         """
         if Path(text).exists():
             return cls("", text, "")
@@ -66,7 +64,7 @@ class Versioned:
                 raise ProgramError(
                     "no such file",
                     where=text,
-                    hint="give a file, module.py:function, or one of them at a git revision: "
+                    hint="give a file or module.py:function, or either at a git revision: "
                     "REV:PATH, such as origin/main:train.py:step",
                 )
         if is_function_path(path):
@@ -76,10 +74,10 @@ class Versioned:
 
 
 class Checkouts:
-    """Revisions of the repository of the current folder, each checked out once.
+    """Working trees of revisions of the current folder's repository, each checked out once.
 
     Args:
-        folder: For the files.
+        folder: Folder for the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,7 +94,7 @@ class Checkouts:
         """Check that a revision has a file.
 
         Raises:
-            AbsentError: It has not.
+            AbsentError: It does not.
             ProgramError: There is no such revision.
         """
         commit = commit_of(revision)
@@ -105,7 +103,7 @@ class Checkouts:
             raise AbsentError("the revision has no such file", where=f"{revision}:{path}")
 
     def file(self, revision: str, path: str) -> Path:
-        """A file of a revision, without its surroundings.
+        """Write a single file of a revision, and return its path.
 
         Raises:
             ProgramError: There is no such revision or file.
@@ -116,7 +114,7 @@ class Checkouts:
         return target
 
     def tree(self, revision: str) -> Path:
-        """The folder that is the current one, in a working tree of a revision.
+        """Check out a revision, and return the equivalent of the current folder in it.
 
         Raises:
             ProgramError: There is no such revision.
@@ -129,26 +127,16 @@ class Checkouts:
         return self._trees[commit] / _git("rev-parse", "--show-prefix").strip()
 
 
-@contextmanager
-def checkouts(folder: Path) -> Iterator[Checkouts]:
-    """Check revisions out into a folder; their working trees are removed at the end."""
-    found = Checkouts(folder)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
 def _within(path: str) -> str:
-    """A path relative to the current folder, as git takes it."""
+    """Path relative to the current folder, for git."""
     return os.path.relpath(path)
 
 
 def commit_of(revision: str) -> str:
-    """The commit that a revision names, in the repository of the current folder.
+    """Resolve a revision to a commit in the repository of the current folder.
 
     Raises:
-        ProgramError: There is none.
+        ProgramError: There is no such revision.
     """
     try:
         return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
@@ -157,8 +145,8 @@ def commit_of(revision: str) -> str:
         raise ProgramError(
             f"no revision {revision!r}, and no such file",
             where=f"repository {inside.strip()}",
-            hint="a file is given by its path from here, one of a commit as REVISION:PATH; a "
-            "revision may have to be fetched first, in a shallow clone of CI the whole history",
+            hint="give a path relative to the current folder, or REVISION:PATH; a revision may "
+            "have to be fetched first, with the whole history in a shallow clone of CI",
         ) from error
 
 
@@ -176,8 +164,8 @@ def _git_bytes(*arguments: str) -> bytes:
     except FileNotFoundError:
         raise ProgramError("git is not installed", hint="give files instead of revisions") from None
     except subprocess.SubprocessError as error:
-        said = bytes(getattr(error, "stderr", b"") or b"").decode(errors="replace").strip()
-        last = printable(said.splitlines()[-1]) if said else str(error)
+        message = bytes(getattr(error, "stderr", b"") or b"").decode(errors="replace").strip()
+        last = printable(message.splitlines()[-1]) if message else str(error)
         raise ProgramError(last.removeprefix("fatal: "), where=f"git in {Path.cwd()}") from None
     return done.stdout
 
@@ -187,9 +175,9 @@ class Opened:
     """A program as files.
 
     Attributes:
-        text: What it was named by.
-        files: By the platform that it is lowered for.
-        note: How it was converted on the way, if that matters.
+        text: The user's specification.
+        files: Files by the platform that they are lowered for.
+        note: Note on the conversion; may be empty.
     """
 
     text: str
@@ -198,13 +186,13 @@ class Opened:
 
 
 def opened(text: str, platforms: Sequence[Platform], trees: Checkouts, folder: Path) -> Opened:
-    """Make files of a program.
+    """Write a program to files.
 
     Args:
-        text: File, ``module.py:function``, or one of them at a revision.
-        platforms: What a function is lowered for.
-        trees: Where revisions are checked out.
-        folder: For what is written.
+        text: File or ``module.py:function``, or either at a revision.
+        platforms: Platforms to lower a function for.
+        trees: Checked-out revisions.
+        folder: Folder to write to.
 
     Raises:
         AbsentError: There is no such file or function.
@@ -230,7 +218,7 @@ def _file(number: int) -> str:
 
 
 def _trace(function: str, text: str, root: Path, out: Path, platforms: Sequence[Platform]) -> None:
-    """Trace a function in a process of its own.
+    """Trace a function in a separate process.
 
     Raises:
         AbsentError: The file has no such function.
@@ -252,20 +240,20 @@ def _trace(function: str, text: str, root: Path, out: Path, platforms: Sequence[
 
 
 def main(function: str, root: str, out: str, kinds: str) -> None:
-    """Write a function as StableHLO for each platform: what the process of its own does.
+    """Write a function as StableHLO for each platform; runs in the separate process.
 
     Args:
         function: ``module.py:function``.
-        root: Folder that it is run from, whose modules come before installed ones.
-        out: Folder to write.
+        root: Folder whose modules take precedence over installed ones.
+        out: Folder to write to.
         kinds: Platforms as JSON.
     """
     from ...predict.api import write_program
 
     begin_worker()
-    # A comparison leaves no files beside the user's.
+    # No files beside the user's.
     sys.dont_write_bytecode = True
-    # An editable installation would give the modules of the working tree.
+    # Takes precedence over an editable installation of the working tree.
     sys.path[:0] = [root, str(Path(root) / "src")]
     try:
         call = load_function(function)

@@ -168,7 +168,7 @@ def test_the_command_takes_a_clone_and_resumes(vidur, tmp_path):
     first = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert "10 samples of 1 devices" in first.output
     again = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert "1 shards were there" in again.output
+    assert "1 shards already existed" in again.output
 
 
 def test_a_missing_column_is_named_with_its_file(neusight, tmp_path):

@@ -131,7 +131,7 @@ def test_estimates_that_had_to_be_held_are_told_by_device() -> None:
     found = estimates_below_roofline([fine, held, row("t4", 10.0, unclamped_us=10.0)])
     assert found.cases == 12 and not found.passed
     assert found.failures == (
-        "t4: 2 of 6 kernels (33.3%), the furthest at 0.75 of its roofline; whole programs: mlp",
+        "t4: 2 of 6 kernels (33.3%), the lowest at 0.75 of its roofline; whole programs: mlp",
     )
 
 
@@ -162,7 +162,7 @@ def test_a_faster_larger_batch_is_found() -> None:
     twice = [row("l4", 10.0), row("t4", 9.0), row("a40", 5.0), row("p4", 5.0)]
     found = larger_batches(once, twice)
     assert found.cases == 2
-    assert found.failures == ("mlp on t4: 10 µs, twice the batch 9 µs",)
+    assert found.failures == ("mlp on t4: 10 µs, with twice the batch 9 µs",)
 
 
 def test_devices_out_of_order_are_found() -> None:

@@ -89,8 +89,8 @@ def test_a_second_run_fits_nothing(folder: Path, first: tuple[Path, str]) -> Non
     again = report(
         "--published", folder, "--model", "roofline", "--model", "ridge", "--out", out, "--no-track"
     )
-    assert f"{len(kept)} parts were there" in again
-    assert "fitting" not in again and " of " not in again.split("parts were there")[0]
+    assert f"{len(kept)} parts were already finished" in again
+    assert "fitting" not in again and " of " not in again.split("parts were already finished")[0]
     assert sorted(OperatorReportSettings(out.parent, out).folder.iterdir()) == kept
     tables = text.split("estimators side by side", 1)[1].split("figures; parts in")[0]
     assert tables in again

@@ -203,7 +203,7 @@ def test_a_program_for_several_devices_is_refused_by_the_users_own_name(tmp_path
     done = opcast("diff", "coll.py:a", "coll.py:a", "--device", "h100-sxm", *FUSED, cwd=tmp_path)
     assert done.returncode == 1
     assert "error: coll.py:a: the program is for 8 devices" in done.stderr
-    assert "opcast diff compares programs of one device" in done.stderr
+    assert "opcast diff compares programs for one device" in done.stderr
     assert "opcast-diff-" not in done.stderr
 
 
@@ -287,7 +287,7 @@ def test_budgets_are_read(tmp_path):
     for text, said in (
         ("{}", "list of programs"),
         ("- {program: a}", "program, device"),
-        ("- {program: a, device: b}", "neither slower"),
+        ("- {program: a, device: b}", "needs slower"),
         ("- {program: a, device: b, slower: x}", "not a percentage"),
         ("- {program: a, device: b, limit: x}", "not a duration"),
         # A gate that would never close: seconds where milliseconds were meant, or no device.
