@@ -208,10 +208,10 @@ def plan_serving(
     top: Annotated[int, Option("Number of deployments to print.", least=1)] = 10,
     json_output: Json = False,
 ) -> None:
-    """Search engines, plans, batches and disaggregation for the cheapest deployment under an SLO.
+    """Search for the cheapest serving deployment that meets an SLO.
 
-    Prints the Pareto front of throughput per device against latency, and the launch commands of the
-    best deployment.
+    Tries engines, plans, batches and disaggregation. Prints the Pareto front of throughput per
+    device against latency, and the launch commands of the best deployment.
     """
     if json_output:
         refuse(context, "--json, which has all deployments", {"top"})

@@ -94,7 +94,7 @@ def test_calibrated_collectives_are_used_on_the_cluster(rows, tmp_path):
     text = run("calibrate-collectives", rows, "--out", tmp_path / "own.json")
     assert "h20" in text and "efficiency" in text
     # 1 - 1 / 1.4 before, as an absolute logarithm; what is left out shows it.
-    assert "error on 17 collectives, each left out of what is learned: 40.0% before" in text
+    assert "error on 17 collectives, each held out of the calibration: 40.0% before" in text
     own, box = own_collectives(tmp_path / "own.json"), find_cluster("h20-x4")
     ratio = own.latency("all_reduce", 2**24, 4, box) / ClusterCollectives().latency(
         "all_reduce", 2**24, 4, box

@@ -203,7 +203,7 @@ def test_steps_that_teach_nothing_of_each_other_are_not_saved(tmp_path: Path) ->
     # Twice as long each: what the one says holds for the other.
     asked["step_s"] = [2 * own for own in seconds]
     asked.to_csv(tmp_path / "runs.csv", index=False)
-    assert "error on 2 steps, each left out of what is learned: 100.0% before" in run(*words)
+    assert "error on 2 steps, each held out of the calibration: 100.0% before" in run(*words)
 
 
 def test_steps_whose_times_follow_nothing_are_not_saved(tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ def test_processors_of_a_table_teach_a_model_of_their_own(tmp_path: Path) -> Non
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     # What cannot be recorded is said, and tried again the next time.
-    assert "1 rows not learned of:" in done.output
+    assert "1 rows not used:" in done.output
     assert len((tmp_path / "own-seconds.jsonl").read_text().splitlines()) == len(changes)
     gpu, cpu = TorchModel.load(out), CpuTorchModel.load(tmp_path / "own-cpu.json")
     assert gpu.devices == ["rtx-4090"] and cpu.devices == ["cpu-i9-10940x"]

@@ -193,7 +193,7 @@ def test_server_answers_the_text_of_a_file(predictor: ServingPredictor) -> None:
     task = Task(kind="simulate-serving", model="roofline")
     found = simulate_serving({}, task, json.dumps({"fleet": text}).encode())
     assert found == predict_fleet(predictor, parse_fleet(text)).to_dict()
-    with pytest.raises(PlanError, match="a fleet says itself its device"):
+    with pytest.raises(PlanError, match="device does not apply to a fleet"):
         simulate_serving({}, task, json.dumps({"fleet": text, "device": "l4"}).encode())
 
 

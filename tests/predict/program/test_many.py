@@ -198,7 +198,7 @@ def test_ctrl_c_keeps_what_is_predicted(folder, monkeypatch):
     done = opcast("predict", folder / "mlp.mlir", *words)
     assert done.returncode == 130
     assert "interrupted: 1 of 3 predictions are shown and written to" in done.stderr
-    assert "missing are h100-sxm, l4" in done.stderr
+    assert "missing: h100-sxm, l4" in done.stderr
     # Nothing that was asked for is left out, here as in print.
     table = pd.read_csv(out)
     assert list(table["device"]) == ["a100-sxm-80gb", "h100-sxm", "l4"]

@@ -183,7 +183,7 @@ def test_the_command_writes_figures_and_checks(tmp_path: Path) -> None:
     call += ["--device", "h100-sxm", "--device", "l4", "--out"]
     shown = CliRunner().invoke(app, [*call, str(tmp_path / "r.json")])
     assert shown.exit_code == 0, shown.output
-    assert "met: no answer is below its roofline with L2" in shown.output
+    assert "met: no prediction is below its roofline with L2" in shown.output
     data = json.loads((tmp_path / "r.json").read_text())
     assert [r["device"] for r in data["rows"]] == ["h100-sxm", "l4"]
     held = [check for check in data["checks"] if "held" in check["name"]]

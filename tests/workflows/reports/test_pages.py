@@ -56,7 +56,7 @@ def test_every_page_says_how_sure_and_how_noisy() -> None:
     for name, text in pages().items():
         assert "Generated" in text
         if name not in ("index.md", "operators.md"):
-            assert "| what | left out | error | inside | width | noise | blind |" in text
+            assert "| what | held out | error | inside | width | noise | blind |" in text
             assert "$ opcast " in text and "Models: " in text
 
 
