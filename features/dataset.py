@@ -1,4 +1,4 @@
-"""Datasets of measured latencies: parquet shards with a run record beside them."""
+"""Datasets of measured latencies: parquet shards with run records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Columns of a dataset, one row a sample; units in the names.
+#: Columns of a dataset, one row per sample; units are part of the names.
 COLUMNS: dict[str, str] = {
     "sample_id": "str",
     "kernel_hash": "str",
@@ -44,33 +44,32 @@ COLUMNS: dict[str, str] = {
     "family": "str",
     "program": "str",
 }
-#: Optional columns: ``split`` is the part that the publisher of a row assigned it to, ``version``
-#: that of the library that ran it.
+#: Optional columns: ``split`` is the split to which a row's publisher assigned it, ``version`` the
+#: version of the library that ran it.
 OPTIONAL = ("split", "version")
 #: Columns that identify a sample of a simulator or a publisher, by the first part of ``source``;
-#: their joined values are hashed. They differ because each came with its own rows, and ids of
-#: datasets that exist must not change.
+#: their joined values are hashed. They differ for historical reasons, because ids of existing
+#: datasets must not change.
 IDENTITY: dict[str, tuple[str, ...]] = {
     "simulator": ("kernel_hash", "program", "device", "run_id"),
     "published": ("kernel_hash", "run_id", "program"),
 }
-#: The same of all other samples: one kernel may be measured alone and as a whole program.
+#: The same for all other samples: a kernel may be measured alone and as a whole program.
 DEFAULT_IDENTITY = ("kernel_hash", "level", "program", "device", "run_id")
-#: Key of the run records of imported tables alone, which name the device as its publisher does.
+#: Key that only run records of imported tables have: the publisher's name of the device.
 PUBLISHED_NAME = "published_name"
 
 
 @dataclass
 class Dataset:
-    """Samples and the records of the runs that made them.
+    """Samples and the records of the runs that produced them.
 
     Attributes:
-        frame: Columns as in :data:`COLUMNS`. ``level`` is ``operator`` for a call of a library,
-            ``op`` for a program of one op, ``kernel`` for a kernel of a larger program,
-            ``program`` for whole-program wall time.
-            A ``program`` row's ``kernel_ir`` is JSON (see
+        frame: Columns as in :data:`COLUMNS`. ``level`` is ``operator`` for a library call, ``op``
+            for a program of one op, ``kernel`` for a kernel of a larger program, and ``program``
+            for whole-program wall time. A ``program`` row's ``kernel_ir`` is JSON (see
             :mod:`opcast.features.kernels.program_json`).
-        runs: Run records by ``run_id``; each holds ``device`` (a :class:`DeviceSpec` as data).
+        runs: Run records by ``run_id``; each contains ``device`` (a :class:`DeviceSpec` as data).
     """
 
     frame: pd.DataFrame
@@ -85,7 +84,7 @@ class Dataset:
     @property
     def hash(self) -> str:
         """Digest of sample ids and labels, independent of row order."""
-        # Merged and re-saved datasets keep their digest.
+        # Sorted, so that merged and re-saved datasets keep their digest.
         ordered = self.frame.sort_values("sample_id", kind="stable")
         digest = hashlib.sha256("\n".join(ordered["sample_id"]).encode())
         digest.update(
@@ -95,10 +94,10 @@ class Dataset:
 
     @property
     def of_operators(self) -> bool:
-        """Whether its rows are library operators, not kernels and programs.
+        """Whether its rows are library operators rather than kernels and programs.
 
         Raises:
-            DatasetError: Some are and some are not: no model learns from both.
+            DatasetError: There are both, which no model learns from together.
         """
         operators = (self.frame["level"] == "operator").to_numpy()
         if operators.any() and not operators.all():
@@ -121,11 +120,11 @@ class Dataset:
     def load(cls, *paths: Path | str) -> Dataset:
         """Read every ``*.parquet`` shard and ``run-*.json`` record of the given folders.
 
-        Runs on machines of one name that measure differently count as different devices: all but
-        those like the oldest one get a name of their own (:mod:`.devices.identity`).
+        Runs on machines that share a name but measure differently count as different devices: all
+        except those similar to the oldest one are renamed (:mod:`.devices.identity`).
 
         Raises:
-            DatasetError: A folder holds no shard, a column is missing, or a run has no record.
+            DatasetError: A folder contains no shard, a column is missing, or a run has no record.
         """
         import pandas as pd
 
@@ -144,7 +143,7 @@ class Dataset:
                 runs[record.stem.removeprefix("run-")] = read_record(record)
         # The last of equal ids wins: re-measured samples are appended in later shards.
         frame = pd.concat(frames, ignore_index=True).drop_duplicates("sample_id", keep="last")
-        # Without its record a row has no device description, so no features.
+        # Without its record a row has no device description and so no features.
         missing = sorted(set(frame["run_id"]) - set(runs))
         if missing:
             raise DatasetError(
@@ -155,10 +154,10 @@ class Dataset:
         if imported:
             old = frame["run_id"].isin(imported) & (frame["level"] == "op")
             frame = frame.assign(level=frame["level"].mask(old, "operator"))
-        return cls(*_told_apart(frame.reset_index(drop=True), runs))
+        return cls(*_renamed_devices(frame.reset_index(drop=True), runs))
 
     def save(self, path: Path | str, shard: str = "samples.parquet") -> None:
-        """Write one shard and the run records; a half-written file is never left behind."""
+        """Write one shard and the run records atomically."""
         root = Path(path)
         root.mkdir(parents=True, exist_ok=True)
         write_shard(self.frame, root / shard)
@@ -166,14 +165,14 @@ class Dataset:
             write_record(root, run_id, record)
 
 
-def _told_apart(
+def _renamed_devices(
     frame: pd.DataFrame, runs: dict[str, JsonObject]
 ) -> tuple[pd.DataFrame, dict[str, dict[str, object]]]:
-    """Give each device its own name where runs of several devices share one."""
+    """Rename devices where runs of several devices share a name."""
     names = distinct_runs(runs)
     runs = dict(runs)
     for run_id, name in names.items():
-        # Names are told apart run by run: rows of one folder may come from several machines.
+        # Run by run, since rows of one folder may come from several machines.
         own = frame["run_id"] == run_id
         frame.loc[own & (frame["device"].map(base_name) == base_name(name)), "device"] = name
         device = runs[run_id]["device"]
@@ -190,7 +189,7 @@ def _told_apart(
 
 
 def sample_frame(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
-    """A frame with the dataset's columns and types, and those optional ones that the rows have.
+    """Build a frame with the dataset's columns and types, and the optional ones that rows have.
 
     Raises:
         DatasetError: A column is missing.
@@ -221,10 +220,10 @@ def _columns(frame: pd.DataFrame) -> list[str]:
 
 
 def sample_ids(frame: pd.DataFrame) -> list[str]:
-    """Make the digests that identify samples, see :data:`IDENTITY` and :data:`DEFAULT_IDENTITY`.
+    """Compute the digests that identify samples (:data:`IDENTITY`, :data:`DEFAULT_IDENTITY`).
 
     Args:
-        frame: Rows with the dataset's columns, ``sample_id`` apart.
+        frame: Rows with the dataset's columns except ``sample_id``.
     """
     sources = frame["source"].str.split(":").str[0].tolist()
     values = {c: frame[c].tolist() for c in {*DEFAULT_IDENTITY, *sum(IDENTITY.values(), ())}}
@@ -232,23 +231,23 @@ def sample_ids(frame: pd.DataFrame) -> list[str]:
         "|".join(values[c][i] for c in IDENTITY.get(source, DEFAULT_IDENTITY))
         for i, source in enumerate(sources)
     )
-    # 64 bits: among ten million samples a collision has a chance of about 3e-6.
+    # 64 bits: among ten million samples the probability of a collision is about 3e-6.
     return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in identities]
 
 
 def record_path(folder: Path, run_id: str) -> Path:
-    """Return the file of a run's record."""
+    """Return the path of a run's record."""
     return folder / f"run-{run_id}.json"
 
 
 def write_record(folder: Path, run_id: str, record: Mapping[str, object]) -> None:
-    """Write the record of a run whole or not at all."""
+    """Write the record of a run atomically."""
     text = json.dumps(record, indent=1, sort_keys=True)
     write_text(record_path(folder, run_id), text)
 
 
 def read_record(path: Path) -> dict[str, object]:
-    """The record of a run.
+    """Read the record of a run.
 
     Raises:
         DatasetError: It cannot be read, or does not name its device.

@@ -1,4 +1,4 @@
-"""Memory traffic: the bytes that an op or fusion touches, as opposed to the sizes of its arrays."""
+"""Memory traffic: the bytes that an op or fusion touches, rather than the sizes of its arrays."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from .library_calls import stated_cost
 _NONE: Mapping[str, Computation] = {}
 #: Ops without memory traffic.
 FREE = BOOKKEEPING | named("no_traffic")
-#: Ops that read from their first operand only what they return.
+#: Ops that read only as much of their first operand as they return.
 _READS_RESULT = ops_with(lambda spec: spec.reads == "result")
 #: Ops that only rename their operand's memory.
 _VIEWS = frozenset(("bitcast", "reshape"))
 #: Ops that need all of every operand for any part of their result.
 _READS_ALL = ops_with(lambda spec: spec.reads == "all")
-#: Ops whose result is larger than the operand: a part of it may need all of the operand.
+#: Ops whose result is larger than the operand: a part of it may need the whole operand.
 _GROWN = ops_with(lambda spec: spec.reads == "grown")
-#: Ops that need another share of their operands than is needed of their result; all others,
-#: elementwise ones above all, need the same share.
+#: Ops that need a different fraction of their operands than of their result; all others, mainly
+#: elementwise ones, need the same fraction.
 _UNEVEN = ops_with(lambda spec: spec.reads != "share")
-#: Starts that return what they write.
+#: Starts whose result contains only what they write.
 _RESULTS_ALONE = ("all-reduce-start", "send", "recv")
 
 
 def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
-    """Count the bytes that one op reads and writes on its own.
+    """Count the bytes that one op reads and writes by itself.
 
     Slices and gathers read what they return (at most the whole operand) and their indices;
     updates and scatters run in place: they read and write the updates and read the indices.
 
     Args:
-        op: Any op but control flow and fusions.
-        comp: The computation that holds it.
+        op: Any op except control flow and fusions.
+        comp: The computation that contains it.
 
     Returns:
         Bytes read, bytes written.
@@ -43,14 +43,14 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
     if opcode in FREE or opcode.endswith("-done"):
         return 0.0, 0.0
     operands = [comp.ops[i] for i in op.operands]
-    # With layouts assigned, a transpose may be a bitcast under another name.
+    # With layouts assigned, a transpose may be equivalent to a bitcast.
     if opcode == "transpose" and _keeps_order(op, operands[0]):
         return 0.0, 0.0
     if opcode in _READS_RESULT:
         touched = min(op.result_bytes, operands[0].result_bytes)
         return float(touched + _total(operands[1:])), float(op.result_bytes)
-    # In place, as XLA's buffer assignment arranges it: the rest of the target is not touched. Where
-    # it has to be copied first, the copy is a separate op.
+    # In place, as XLA's buffer assignment arranges it: the rest of the target is not touched. If it
+    # has to be copied first, the copy is a separate op.
     if opcode in UPDATES:
         updates = _total(_update_operands(op, operands))
         n_targets = _n_targets(op)
@@ -60,20 +60,20 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
     read, written = float(_total(operands)), float(op.result_bytes)
     stated = stated_cost(op)
     if stated is not None and stated.bytes and read + written:
-        # A kernel may state what it touches (pages of a cache, blocks again and again).
+        # A kernel may state the bytes it touches (pages of a cache, blocks read repeatedly).
         factor = stated.bytes / (read + written)
         return factor * read, factor * written
     return read, written
 
 
 def _keeps_order(op: Op, operand: Op) -> bool:
-    """Return whether a transpose only renames dimensions: elements lie in memory as they did."""
+    """Return whether a transpose leaves the order of elements in memory unchanged."""
     dims = op.attrs.get("dimensions", ())
     after, before = op.type, operand.type
     rank = len(dims)
     order = after.layout or tuple(range(rank - 1, -1, -1))
     moved = [dims[d] for d in order if after.shape[d] != 1]
-    # Dimensions of size one have no place in memory and may stand anywhere.
+    # Dimensions of size one do not affect the order.
     kept = before.layout or range(rank - 1, -1, -1)
     return moved == [d for d in kept if before.shape[d] != 1]
 
@@ -83,7 +83,7 @@ def _total(ops: Sequence[Op]) -> int:
 
 
 def _n_targets(op: Op) -> int:
-    """Number of arrays that an update writes to: the first operands."""
+    """Return the number of arrays that an update writes to, its first operands."""
     return 1 if op.opcode == "dynamic-update-slice" else (len(op.operands) - 1) // 2
 
 
@@ -99,7 +99,7 @@ def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
     # Other starts return (operands, results, contexts).
     if op.opcode in _RESULTS_ALONE or not op.is_tuple:
         return float(read), float(op.result_bytes)
-    # Scalar integers among the results are contexts (semaphores, tokens of a DMA), not data.
+    # Scalar integers among the results are contexts (semaphores, DMA tokens), not data.
     arrays = sum(t.nbytes for t in op.results if t.shape or t.dtype not in ("u32", "s32"))
     scalars = sum(o.result_bytes for o in operands if not o.results[0].shape)
     written = max(arrays - read + scalars, 0)
@@ -116,7 +116,7 @@ def fusion_bytes(
 
     Args:
         inner: The fused computation.
-        computations: Those of its program, for fusions inside it.
+        computations: Computations of its program, for nested fusions.
 
     Returns:
         Bytes read, bytes written.
@@ -130,35 +130,33 @@ def fusion_traffic(
 ) -> tuple[dict[int, float], list[float]]:
     """Count the bytes that a fusion reads of each parameter and writes of each result.
 
-    What each op needs of its operands is followed from the results back to the parameters: a
-    slice needs a part, an elementwise op the part that is needed of itself, a contraction
-    everything, a fusion inside (TPUs slice a layer of a stack in one) what it reads. A parameter
+    The part of each op that is needed is propagated from the results back to the parameters: a
+    slice needs a part, an elementwise op the same part as is needed of its result, a contraction
+    everything, a nested fusion (TPUs slice a layer of a stack in one) what it reads. A parameter
     that a root ``dynamic-update-slice`` or ``scatter`` updates in place is not read for it, and
     only the updates are written.
 
     Args:
         inner: The fused computation.
-        computations: Those of its program, for fusions inside it.
+        computations: Computations of its program, for nested fusions.
 
     Returns:
-        Bytes read by number of the parameter (none that are not read), bytes written by result.
+        Bytes read by parameter number (unread ones are absent), bytes written by result.
     """
     ops = inner.ops
     root = ops[inner.root]
     outputs = root.operands if root.opcode == "tuple" else (inner.root % len(ops),)
     written = []
     in_place: set[int] = set()
-    # Two ways of being read: `whole` is a share that readers have in common (all elementwise
-    # readers of a value want the same part, so the largest counts), `parts` adds up slices of
-    # different places.
+    # Two kinds of use: `whole` is a fraction common to all users (elementwise users of a value want
+    # the same part, so the largest counts), `parts` adds up slices at different positions.
     whole = [0.0] * len(ops)
     parts = [0.0] * len(ops)
     for output in outputs:
         whole[output] = 1.0
         written.append(_written(ops, output, in_place))
     read: dict[int, float] = {}
-    # Ops come operands first, so a walk backwards has seen every reader of a value before the
-    # value.
+    # Ops come after their operands, so a backward walk visits all users of a value before it.
     for i in range(len(ops) - 1, -1, -1):
         share = min(1.0, whole[i] + parts[i])
         if share == 0.0:
@@ -192,8 +190,7 @@ def _written(ops: Sequence[Op], output: int, in_place: set[int]) -> float:
             position = op.operands[0]
         else:
             break
-    # Only an update of what comes from outside can reuse its buffer; others write a whole new
-    # array.
+    # Only an update of a value from outside can reuse its buffer; others write a new array.
     if not chain or ops[position].opcode != "parameter":
         return float(ops[output].result_bytes)
     in_place.update(chain)
@@ -212,7 +209,7 @@ def _spread(
     parts: list[float],
     in_place: bool,
 ) -> None:
-    """Hand the needed share of an op's result on to its operands."""
+    """Propagate the needed fraction of an op's result to its operands."""
     op = ops[index]
     opcode = op.opcode
     operands = op.operands
@@ -222,7 +219,7 @@ def _spread(
         for i in operands[1:]:
             whole[i] = 1.0
         return
-    # The target (operand 0) is written where it lies, not read; updates and indices are read whole.
+    # The target (operand 0) is written in place, not read; updates and indices are read entirely.
     if in_place:
         operands = operands[1:]
         share = 1.0
@@ -245,12 +242,12 @@ def array_traffic(op: Op, entry: Computation, program: Program) -> tuple[Touched
 
     Args:
         op: The instruction.
-        entry: The computation that holds it.
-        program: The program that holds the called computations.
+        entry: The computation that contains it.
+        program: The program with the called computations.
 
     Returns:
-        Arrays read and arrays written. Unless the instruction is a fusion, the bytes are
-        shared out among its operands, and among its results, in proportion to their sizes.
+        Arrays read and arrays written. Except for fusions, the bytes are distributed over the
+        operands, and over the results, in proportion to their sizes.
     """
     operands = [entry.ops[i] for i in op.operands]
     if op.opcode == "fusion" and op.called:
@@ -266,7 +263,7 @@ def array_traffic(op: Op, entry: Computation, program: Program) -> tuple[Touched
 
 
 def _made(op: Op, given: int) -> Sequence[TensorType]:
-    """Results that an op makes: a start repeats what it is given, and adds contexts."""
+    """Return the results that an op produces: a start repeats its inputs and adds contexts."""
     if not op.opcode.endswith("-start") or not op.is_tuple or op.opcode in _RESULTS_ALONE:
         return op.results
     # A copy's result comes first, those of other starts after the operands.
@@ -274,7 +271,7 @@ def _made(op: Op, given: int) -> Sequence[TensorType]:
 
 
 def on_chip_bytes(arrays: Touched) -> float:
-    """Sum the touched bytes of the arrays that lie on a TPU's chip."""
+    """Sum the touched bytes of arrays in a TPU's on-chip memory."""
     return sum(touched for t, touched in arrays if t.memory_space in ON_CHIP)
 
 

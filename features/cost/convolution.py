@@ -1,4 +1,4 @@
-"""FLOPs of convolutions, counted exactly: products with padding and dilation holes are left out."""
+"""Exact FLOPs of convolutions, excluding products with padding and dilation holes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ConvDims(NamedTuple):
 
     @property
     def is_nhwc(self) -> bool:
-        """Whether the dimensions stand in TensorFlow's order, ``b01f_01io->b01f``."""
+        """Whether the dimensions are in TensorFlow's order, ``b01f_01io->b01f``."""
         last = len(self.lhs_spatial) + 1
         ends = (self.lhs_batch, self.lhs_feature, self.out_batch, self.out_feature)
         return ends == (0, last, 0, last) and (self.rhs_input, self.rhs_output) == (last - 1, last)
@@ -70,12 +70,12 @@ def read_dim_labels(labels: str) -> ConvDims:
 
 @lru_cache(maxsize=65536)
 def valid_positions(size: int, out_size: int, window: WindowDim) -> int:
-    """Count pairs of output and kernel position whose input holds data, in one dimension.
+    """Count pairs of output and kernel positions whose input holds data, in one dimension.
 
     Output ``o`` and kernel tap ``k`` read position ``o * stride + k * rhs_dilation - pad_low`` of
     the dilated input; it holds data if it lies in ``[0, (size - 1) * lhs_dilation]`` and is a
-    multiple of ``lhs_dilation``. For every tap (or output, whichever are fewer) the partners are
-    an arithmetic progression, so they are counted without being listed.
+    multiple of ``lhs_dilation``. For every tap (or output, whichever are fewer) the partners form
+    an arithmetic progression, so they are counted without enumeration.
 
     Args:
         size: Input size.
@@ -115,21 +115,21 @@ def conv_flops(
     dim_labels: str,
     batch_group_count: int = 1,
 ) -> float:
-    """Count the FLOPs of a convolution: two for every product that meets data.
+    """Count the FLOPs of a convolution: two for every product with data.
 
-    ``2 · batch / batch_groups · out_features · kernel_in_features · Π valid_positions``; grouped
-    features show in the kernel's input features already. Agrees with XLA's cost analysis.
+    ``2 · batch / batch_groups · out_features · kernel_in_features · Π valid_positions``; feature
+    groups are already reflected in the kernel's input features. Agrees with XLA's cost analysis.
 
     Args:
-        lhs: Input type; shape in the order that ``dim_labels`` gives.
+        lhs: Input type; dimensions in the order of ``dim_labels``.
         rhs: Kernel type.
         out: Result type.
-        window: One entry for each spatial dimension.
+        window: One entry per spatial dimension.
         dim_labels: HLO labels, such as ``b01f_01io->b01f``.
         batch_group_count: Groups of the batch dimension (gradients of grouped convolutions).
     """
     dims = read_dim_labels(dim_labels)
-    # HLO may leave the window out: then it is as large as the kernel, with stride 1.
+    # HLO may omit the window: it is then as large as the kernel, with stride 1.
     if not window:
         window = tuple(WindowDim(rhs.shape[d]) for d in dims.rhs_spatial)
     spatial = prod(

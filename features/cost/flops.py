@@ -1,13 +1,13 @@
 """FLOPs, transcendentals and bytes of ops, kernels and programs, by XLA's rules.
 
-They are the same for StableHLO and for HLO. XLA counts one FLOP for each element of an elementwise
-result, of whatever type; exp, log, sin and their like count as transcendentals instead. Data
-movement counts nothing. The rules were found by experiments with XLA's cost analysis, from which
-they differ on purpose in six places: FFTs cost ``5 N log2 N``, half if real (XLA: 8), triangular
-solves ``n² m`` (XLA: twice that), top-k and known library calls are not free, and products count
-the real products that they are made of: four if they are complex, and the passes of an algorithm
-such as ``dot_bf16_bf16_f32_x6`` (XLA: one). Long running sums cost what a tree of parts does
-(XLA: every window from scratch, which none of its compilers runs).
+The rules are the same for StableHLO and HLO. XLA counts one FLOP per element of an elementwise
+result of any type; exp, log, sin and similar count as transcendentals instead. Data movement counts
+as zero. The rules were determined by experiments with XLA's cost analysis and deviate from it on
+purpose in six places: FFTs cost ``5 N log2 N``, half if real (XLA: 8), triangular solves ``n² m``
+(XLA: twice that), top-k and known library calls are not free, and products count the real products
+that they consist of: four if they are complex, and the passes of an algorithm such as
+``dot_bf16_bf16_f32_x6`` (XLA: one). Long running sums cost as much as a tree of partial sums (XLA:
+every window from scratch, which none of its compilers runs).
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ from .bytes import FREE, fusion_bytes, op_bytes
 from .convolution import conv_flops
 from .library_calls import custom_call_flops, fft_flops, is_annotation, top_k_flops
 
-#: Elements of a scan that one thread computes from scratch for each result; longer ones become
-#: trees (ReduceWindowRewriter's base length); on a TPU as many as a register has lanes.
+#: Elements of a scan that one thread computes from scratch per result; longer ones become trees
+#: (ReduceWindowRewriter's base length); on a TPU as many as a register has lanes.
 SCAN, TPU_SCAN = 16, 128
 
 Work = tuple[float, float]
 _NONE: Work = (0.0, 0.0)
 
-#: FLOPs and transcendentals of one element.
+#: FLOPs and transcendentals per element.
 _PER_ELEMENT: dict[str, Work] = {
     name: (spec.flops, spec.transcendentals) for name, spec in OPS.items() if spec.flops is not None
 }
-#: The commonest ops, checked first. Ops that no table lists count the same.
+#: The most common ops, checked first. Ops in no table count the same.
 _ONE_FLOP = frozenset(name for name, work in _PER_ELEMENT.items() if work == (1.0, 0.0))
 #: Ops that compute nothing.
 NO_FLOPS = FREE | {name for name, work in _PER_ELEMENT.items() if work == _NONE}
+#: Ops whose work is that of the computations they call.
+CONTROL = frozenset(("fusion", "call", "while", "conditional", "async-start"))
 
 
 def op_work(op: Op, comp: Computation, program: Program) -> Work:
     """Count the FLOPs and transcendentals of one execution of an op.
 
     Args:
-        op: Any op; of fusions, calls and control flow everything inside is counted, that of a loop
-            as often as it runs (unknown: once).
-        comp: The computation that holds it.
-        program: Where called computations are.
+        op: Any op; for fusions, calls and control flow the called computations are counted, those
+            of a loop once per iteration (once if the trip count is unknown).
+        comp: The computation that contains it.
+        program: The program with the called computations.
     """
     opcode = op.opcode
-    # The commonest ops first: this function runs for every op of every kernel.
+    # The most common ops first: this function runs for every op of every kernel.
     if opcode in _ONE_FLOP:
         return float(op.results[0].size), 0.0
     if opcode in NO_FLOPS:
@@ -63,7 +65,7 @@ def op_work(op: Op, comp: Computation, program: Program) -> Work:
         return rule(op, comp, program)
     if opcode in CONTROL:
         return _control(op, program)
-    # Shardings and other annotations of dialects cost nothing; the end of an asynchronous pair was
+    # Shardings and other annotations of dialects cost nothing; the end of an asynchronous pair is
     # counted at its start.
     if opcode.endswith("-done") or opcode.startswith(("sdy.", "mhlo.")) or not op.results:
         return _NONE
@@ -73,7 +75,7 @@ def op_work(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def computation_work(comp: Computation, program: Program) -> Work:
-    """Sum of :func:`op_work` over a computation."""
+    """Sum :func:`op_work` over a computation."""
     flops = transcendentals = 0.0
     for op in comp.ops:
         if op.opcode in _ONE_FLOP:
@@ -85,17 +87,13 @@ def computation_work(comp: Computation, program: Program) -> Work:
     return flops, transcendentals
 
 
-#: Ops whose work is that of the computations they call.
-CONTROL = frozenset(("fusion", "call", "while", "conditional", "async-start"))
-
-
 def _control(op: Op, program: Program) -> Work:
     inside = [computation_work(program.computations[n], program) for n in op.called]
     return of_called(op, inside)
 
 
 def of_called(op: Op, inside: Sequence[Work]) -> Work:
-    """Combine two figures of each computation that an op calls to those of the op.
+    """Combine two figures of each computation that an op calls into those of the op.
 
     Args:
         op: A loop, branch, call, fusion or asynchronous start.
@@ -105,9 +103,9 @@ def of_called(op: Op, inside: Sequence[Work]) -> Work:
         return _NONE
     first, second = zip(*inside, strict=True)
     if op.opcode == "conditional":
-        # One by one: the branch with most FLOPs need not be the one that moves most.
+        # Separately: the branch with the most FLOPs may not be the one that moves the most bytes.
         return max(first), max(second)
-    # Body and condition alike, without the condition's last test.
+    # Body and condition count equally, without the final test of the condition.
     times = trip_count(op) if op.opcode == "while" else 1
     return times * sum(first), times * sum(second)
 
@@ -135,14 +133,14 @@ def _operand_size(op: Op, comp: Computation, position: int = 0) -> int:
 
 
 def _dot(op: Op, comp: Computation, program: Program) -> Work:
-    """Count ``2 · result elements · contracted elements`` of each product that it is made of."""
+    """Count ``2 · result elements · contracted elements`` per real product that it consists of."""
     lhs = comp.ops[op.operands[0]].results[0]
     depth = prod([lhs.shape[d] for d in op.attrs.get("lhs_contracting_dims", ())])
     return 2.0 * op.results[0].size * depth * arithmetic(lhs.dtype, op.attrs).times, 0.0
 
 
 def _ragged_dot(op: Op, comp: Computation, program: Program) -> Work:
-    """Count the rows that belong to a group: of sums over them, each group takes its own share."""
+    """Count the rows of each group: if rows are contracted, each group sums only its own."""
     flops = _dot(op, comp, program)[0]
     contracted = op.attrs.get("lhs_contracting_dims", ())
     if not set(op.attrs.get("lhs_ragged_dims", ())) & set(contracted):
@@ -161,7 +159,7 @@ def _convolution(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def _reduce(op: Op, comp: Computation, program: Program) -> Work:
-    # n elements take n - 1 applications; XLA counts a reduction with an initial value alike.
+    # n elements take n - 1 applications; XLA counts a reduction with an initial value the same.
     steps = _operand_size(op, comp) - op.results[0].size
     return _times(steps, _called(op, program))
 
@@ -171,16 +169,16 @@ def _window_size(op: Op) -> int:
 
 
 def _reduce_window(op: Op, comp: Computation, program: Program) -> Work:
-    # Padding counts as if it were data: XLA does not subtract it for windows, unlike convolutions.
+    # Padding counts as if it were data: unlike for convolutions, XLA does not subtract it.
     taps = window_taps(op, comp.ops[op.operands[0]].results[0])
     return _times(op.results[0].size * (taps - 1), _called(op, program))
 
 
 def window_taps(op: Op, operand: TensorType) -> int:
-    """Elements that a ``reduce-window`` combines for each of its results.
+    """Return the number of elements that a ``reduce-window`` combines per result.
 
-    A running sum over more than compilers take at once is a tree of parts of 16: 15 steps in a
-    part, one for what comes before it, and both again for a sixteenth of the elements.
+    A running sum longer than compilers compute at once is a tree of parts of 16: 15 steps per part,
+    one for the preceding parts, and both again for a sixteenth of the elements.
     """
     taps = _window_size(op)
     scan = taps > TPU_SCAN and scan_dimension(op.attrs["window"], operand) is not None
@@ -188,7 +186,7 @@ def window_taps(op: Op, operand: TensorType) -> int:
 
 
 def scan_dimension(window: Sequence[WindowDim], operand: TensorType) -> int | None:
-    """Dimension along which a window holds all up to its own element, or from it on; else none."""
+    """Return the dimension along which a window is a prefix or suffix scan, or ``None``."""
     wide = [d for d, own in enumerate(window) if own != WindowDim(1)]
     if len(wide) != 1:
         return None
@@ -230,14 +228,14 @@ def _all_reduce(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def _cholesky(op: Op, comp: Computation, program: Program) -> Work:
-    """Return ``n³ / 3`` for each matrix (Golub and Van Loan, Matrix Computations, 4.2)."""
+    """Return ``n³ / 3`` per matrix (Golub and Van Loan, Matrix Computations, 4.2)."""
     result = op.results[0]
     # size is batch · n²; the last dimension is n.
     return result.size * result.shape[-1] / 3 * arithmetic(result.dtype, {}).times, 0.0
 
 
 def _triangular_solve(op: Op, comp: Computation, program: Program) -> Work:
-    """Return ``n² · m`` for each solve with ``m`` right-hand sides (Golub and Van Loan, 3.1)."""
+    """Return ``n² · m`` per solve with ``m`` right-hand sides (Golub and Van Loan, 3.1)."""
     result, matrix = op.results[0], comp.ops[op.operands[0]].results[0]
     return float(result.size * matrix.shape[-1] * arithmetic(result.dtype, {}).times), 0.0
 
@@ -261,7 +259,7 @@ def _custom_call(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def _start(op: Op, comp: Computation, program: Program) -> Work:
-    """Count the work of ``X-start``, which stands for an asynchronous ``X``."""
+    """Count the work of ``X-start``, which represents an asynchronous ``X``."""
     base = op.opcode.removesuffix("-start")
     if base == "all-reduce":
         return _all_reduce(op, comp, program)
@@ -301,7 +299,7 @@ class Cost:
 
     Attributes:
         flops: Floating-point (and integer) operations; a multiply-add counts as two.
-        transcendentals: exp, log, tanh and their like, which XLA counts apart.
+        transcendentals: exp, log, tanh and similar, which XLA counts separately.
         bytes_in: Bytes read, only what is touched.
         bytes_out: Bytes written, only what is touched.
     """
@@ -318,24 +316,23 @@ class Cost:
 
 
 def op_cost(op: Op, comp: Computation, program: Program) -> Cost:
-    """Compute the cost of one op, everything that it calls included.
+    """Compute the cost of one op, including everything that it calls.
 
     Args:
         op: Any op.
-        comp: The computation that holds it.
-        program: The program that holds the called computations.
+        comp: The computation that contains it.
+        program: The program with the called computations.
 
     Returns:
-        FLOPs, transcendentals and touched bytes. Body and condition of a ``while`` count as often
-        as it runs, once where the trip count is unknown. For a ``conditional``, each of the four
-        comes from the branch with most of it, as XLA counts; a fusion has the bytes of operands
-        and results.
+        FLOPs, transcendentals and touched bytes. Body and condition of a ``while`` count once per
+        iteration, once if the trip count is unknown. For a ``conditional``, each of the four is the
+        maximum over the branches, as in XLA; a fusion has the bytes of its operands and results.
     """
     return Cost(*op_work(op, comp, program), *_traffic(op, comp, program))
 
 
 def _traffic(op: Op, comp: Computation, program: Program) -> tuple[float, float]:
-    """Count the bytes that an op reads and writes, those of what it calls included."""
+    """Count the bytes that an op reads and writes, including what it calls."""
     # Inside a fusion values stay in registers: only its boundary has traffic.
     if op.opcode == "fusion" and op.called:
         return fusion_bytes(program.computations[op.called[0]], program.computations)
@@ -356,7 +353,7 @@ def kernel_cost(body: Program) -> Cost:
     """Compute the cost of one execution of a kernel.
 
     Args:
-        body: A module with one instruction, the root, beside the parameters of its entry.
+        body: A module whose entry has parameters and one instruction, the root.
     """
     entry = body.entry_computation
     return op_cost(entry.root_op, entry, body)

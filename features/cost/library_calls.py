@@ -25,7 +25,7 @@ from .convolution import conv_flops
 Work = tuple[float, float]
 Matrix = Callable[[float, float], float]
 
-#: Short names in targets, as patterns.
+#: Short names within targets, as patterns.
 _SHORT: dict[str, str] = NAMES["short_names"]
 #: Such as ``__cublas$lt$matmul``, ``__onednn$matmul``, ``__triton$gemm``, ``EigenMatMulF32``.
 _GEMM = re.compile(
@@ -40,12 +40,12 @@ _PUBLISHED = (
 )
 #: Sorts by CUB: n · ⌈log2 n⌉ comparisons, as every sort counts.
 _SORT = re.compile(r"cub\$DeviceRadixSort|cub_sort")
-#: Mean, variance, subtraction, scaling by deviation, scale and shift: about eight an element.
-#: Engineering estimate; norms are limited by memory anyway.
+#: Mean, variance, subtraction, division by the deviation, scale and shift: about eight per element.
+#: Engineering estimate; norms are memory-bound anyway.
 _NORM_FLOPS = 8.0
 #: Such as ``TopK`` and ``__gpu$TopK``.
 _TOP_K = re.compile(r"top_?k", re.IGNORECASE)
-#: LAPACK's and the GPU libraries' routines, in any spelling: lapack_dgetrf, cusolver_getrf_ffi,
+#: Routines of LAPACK and the GPU libraries in any spelling: lapack_dgetrf, cusolver_getrf_ffi,
 #: __cublas$triangularSolve, Eigh, …
 _ROUTINE = re.compile(
     r"potrf|trsm|syrk|getrf|ludecomposition|geqrf|geqp3|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?"
@@ -55,20 +55,20 @@ _ROUTINE = re.compile(
 )
 
 
-def told_by_target(target: str, table: str, default: str) -> str:
-    """Return what a table of ``op_names.toml`` has for a target, by the first pattern in it."""
+def by_target(target: str, table: str, default: str) -> str:
+    """Look up a target in a table of ``op_names.toml`` by the first matching pattern."""
     lower = target.lower()
     marks = ((mark.format(**_SHORT), word) for mark, word in NAMES[table].items())
     return next((word for mark, word in marks if re.search(mark, lower)), default)
 
 
 def routine_of(target: str) -> str:
-    """Return the routine of linear algebra that a target names, in lower case; empty for none."""
+    """Return the linear-algebra routine that a target names, in lower case; empty for none."""
     found = _ROUTINE.search(target.replace("-", "_"))
     return found[0].lower() if found else ""
 
 
-#: FLOPs of an m × n factorisation with m ≥ n, by routine (source: see the module).
+#: FLOPs of an m × n factorisation with m ≥ n, by routine (source: module docstring).
 _FACTORISATIONS: tuple[tuple[str, Matrix], ...] = (
     ("potrf cholesky", lambda m, n: n**3 / 3),
     ("getrf ludecomposition", lambda m, n: m * n**2 - n**3 / 3 if m >= n else n * m**2 - m**3 / 3),
@@ -82,7 +82,7 @@ _FACTORISATIONS: tuple[tuple[str, Matrix], ...] = (
 _BY_ROUTINE = {name: rule for names, rule in _FACTORISATIONS for name in names.split()}
 #: Targets that annotate values and run no code.
 ANNOTATIONS = named("annotations")
-#: Targets that only go over their operands and results.
+#: Targets that only pass over their operands and results.
 _PASSES = re.compile("|".join(NAMES["passes"]))
 _HOST = re.compile("|".join(NAMES["host_calls"]))
 
@@ -94,7 +94,7 @@ def is_annotation(op: Op) -> bool:
 
 
 def is_host_call(op: Op) -> bool:
-    """Return whether an op runs Python on the host, or is a transfer to or from it."""
+    """Return whether an op runs Python on the host, or transfers data to or from it."""
     if op.opcode == "custom-call":
         return bool(_HOST.fullmatch(str(op.attrs.get("target", ""))))
     return bool(op.attrs.get("is_host_transfer")) and op.opcode.startswith(("send", "recv"))
@@ -108,17 +108,17 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
         operands: First leaf type of each operand.
 
     Returns:
-        Zeros if the target is unknown here and to other packages (its bytes still count).
+        Zeros if neither this module nor a plug-in recognises the target (its bytes still count).
     """
     return _known_work(op, operands) or (0.0, 0.0)
 
 
 def unknown_calls(body: Program) -> list[str]:
-    """Names of the custom calls in a kernel's module of which nothing is known; mostly none.
+    """Return the names of unrecognised custom calls in a kernel's module; usually none.
 
-    Nothing tells what they do: neither they, nor a rule, nor a package. Their time is not that of
-    their operands and results: they may read them many times, or compute. A hand-written kernel's
-    own name follows that of its target after a colon.
+    Neither the call nor a rule nor a plug-in states their work. Their time does not follow from
+    operands and results, which they may read repeatedly or compute on. The name of a hand-written
+    kernel is appended to its target after a colon.
     """
     found = []
     for computation in body.computations.values():
@@ -132,9 +132,9 @@ def unknown_calls(body: Program) -> list[str]:
 
 
 def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
-    """FLOPs and transcendentals of a custom call; ``None`` if nothing is known of its target."""
+    """Return FLOPs and transcendentals of a custom call; ``None`` if the target is unknown."""
     target = str(op.attrs.get("target", ""))
-    # A package's rule comes first, one for a hand-written kernel before one for all of its kind.
+    # A plug-in's rule comes first, one for a specific kernel before one for its target.
     name = kernel_name(op)
     own = plugin_flops(f"{target}:{name}", operands, op.results) if name else None
     own = own if own is not None else plugin_flops(target, operands, op.results)
@@ -149,11 +149,11 @@ def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
         return None
     # From the most to the least specific: parts of these names occur in others.
     if target.startswith(_PUBLISHED):
-        return _published(op), 0.0
+        return op_flops(op.config("published_op")), 0.0
     # cuDNN's fused attention, forward and backward.
     if "fmha" in target:
         return _attention(op, operands, target)
-    # Complex numbers, and algorithms of several passes, make several real products of one.
+    # A product of complex numbers, or by an algorithm of several passes, is several real products.
     times = arithmetic(operands[0].dtype, op.attrs).times
     if _CONV.search(target) and "dim_labels" in op.attrs and len(operands) > 1:
         return _library_conv(op, operands, target) * times, 0.0
@@ -175,12 +175,12 @@ def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
 
 
 class StatedCost(NamedTuple):
-    """The cost that a hand-written kernel states or that was counted of it.
+    """Cost that a hand-written kernel states, or that was counted in its function.
 
     Attributes:
         flops: Floating-point operations.
-        transcendentals: exp, log, tanh and their like.
-        bytes: Bytes read and written; 0 if it states none.
+        transcendentals: exp, log, tanh and similar.
+        bytes: Bytes read and written; 0 if not stated.
     """
 
     flops: float
@@ -191,14 +191,14 @@ class StatedCost(NamedTuple):
 def stated_cost(op: Op) -> StatedCost | None:
     """Return the cost that a custom call states; ``None`` if it states none.
 
-    Pallas kernels whose function was given carry what was counted of them, others for TPUs the
-    estimate of ``pallas_call(cost_estimate=…)``.
+    Pallas kernels whose function was available carry counted costs, others for TPUs the estimate
+    from ``pallas_call(cost_estimate=…)``.
     """
     if op.opcode != "custom-call":
         return None
     counted = read_work(op.attrs.get("frontend_attributes")).split()
     stated = op.config("custom_call_config", "cost_estimate")
-    # HLO writes 64-bit numbers as texts.
+    # HLO writes 64-bit numbers as strings.
     flops, transcendentals, moved = map(
         _amount, counted if len(counted) == len(STATED) else map(stated.get, STATED)
     )
@@ -206,7 +206,7 @@ def stated_cost(op: Op) -> StatedCost | None:
 
 
 def useless_costs(body: Program) -> list[str]:
-    """Costs that calls in a kernel's module state without a figure above zero, in words."""
+    """Return messages about calls in a kernel's module whose stated cost has no positive figure."""
     found = []
     for computation in body.computations.values():
         for op in computation.ops:
@@ -253,7 +253,7 @@ def fft_flops(
         return 0.0
     rank = len(lengths)
     transforms = prod(source.shape[: len(source.shape) - rank])
-    # FFTW's convention is a figure of merit, not a count: real transforms use half of the symmetry.
+    # FFTW's convention is a figure of merit, not a count: real transforms halve it by symmetry.
     return (2.5 if real else 5.0) * transforms * points * log2(points)
 
 
@@ -267,7 +267,7 @@ def _library_fft(op: Op, source: TensorType) -> float:
     result = op.results[0]
     if not source.shape or not result.shape:
         return 0.0
-    # The longer side has all points: the complex side of a real transform keeps only n / 2 + 1.
+    # The longer side has all points: the complex side of a real transform has only n / 2 + 1.
     real = (source.dtype[0] == "c") != (result.dtype[0] == "c")
     return fft_flops(source, result, (max(source.shape[-1], result.shape[-1]),), real=real)
 
@@ -280,14 +280,14 @@ def _gemm(op: Op, operands: Sequence[TensorType]) -> float:
     contracted = [int(d) for d in numbers.get("lhs_contracting_dimensions", ())]
     if contracted and all(d < len(lhs.shape) for d in contracted):
         return 2.0 * out.size * prod(lhs.shape[d] for d in contracted)
-    # A product without stated numbers: batches are taken from the result's leading dimensions.
+    # A product without dimension numbers: batches are the result's leading dimensions.
     batch = prod(out.shape[:-2]) if len(lhs.shape) == len(rhs.shape) else 1
     # Sizes are B·M·K, B·K·N and B·M·N, so their quotient is B·K².
     return 2.0 * out.size * sqrt(lhs.size * rhs.size / max(1, out.size * batch))
 
 
 def _library_conv(op: Op, operands: Sequence[TensorType], target: str) -> float:
-    """Count the FLOPs of the forward convolution whose shapes a call or gradient call states."""
+    """Count the FLOPs of the forward convolution that a call or gradient call describes."""
     first, second = operands[:2]
     result = op.results[0]
     lhs, rhs, out = first, second, result
@@ -300,7 +300,7 @@ def _library_conv(op: Op, operands: Sequence[TensorType], target: str) -> float:
 
 
 def _attention(op: Op, operands: Sequence[TensorType], target: str) -> Work | None:
-    """Count two products forward, five backward, and one exp for each score not masked."""
+    """Count two products forward, five backward, and one exp per unmasked score."""
     config = op.config("cudnn_fmha_backend_config")
     shape = config.get("intermediate_tensor_shape", {})
     dims = [int(d) for d in (shape.get("dimensions", ()) if isinstance(shape, dict) else ())]
@@ -324,10 +324,10 @@ def _linear_algebra(routine: str, op: Op, operands: Sequence[TensorType]) -> flo
     if len(matrix.shape) < 2:
         return 0.0
     *batch, rows, columns = matrix.shape
-    # Half of a product of a matrix and its transpose counts as much as a solve.
+    # Half of a product of a matrix and its transpose costs as much as a solve.
     if routine in ("trsm", "triangular_solve", "triangularsolve", "syrk"):
         return float(op.results[0].size * columns)
-    # Thomas algorithm: eight operations for each unknown of a tridiagonal system.
+    # Thomas algorithm: eight operations per unknown of a tridiagonal system.
     if routine in ("gtsv", "tridiagonal_solve", "tridiagonalsolve"):
         return 8.0 * op.results[0].size
     rule = _BY_ROUTINE.get(routine)
@@ -335,31 +335,28 @@ def _linear_algebra(routine: str, op: Op, operands: Sequence[TensorType]) -> flo
     return prod(batch) * rule(m, n) if rule else 0.0
 
 
-def _published(op: Op) -> float:
-    params = op.config("published_op")
-    return op_flops(params) if params else 0.0
-
-
-#: Entry points through which packages add rules for their own custom calls, by target.
+#: Entry-point group through which packages add rules for their own custom calls, by target.
 GROUP = "opcast.ops"
-#: Operands and results in, FLOPs and transcendentals out.
+#: Takes types of operands and results, returns FLOPs and transcendentals.
 CallCost = Callable[[Sequence[TensorType], Sequence[TensorType]], tuple[float, float]]
 
 
 def plugin_flops(
     target: str, operands: Sequence[TensorType], results: Sequence[TensorType]
 ) -> Work | None:
-    """Ask plug-ins for the FLOPs and transcendentals of a call; ``None`` if none has a rule.
+    """Return the FLOPs and transcendentals of a call by a plug-in's rule; ``None`` without one.
 
     Raises:
-        OpcastError: The package cannot be imported, or returns no such numbers.
+        OpcastError: The plug-in cannot be imported, or does not return two valid numbers.
     """
     rule = _rule(target)
     if rule is None:
         return None
     counts = rule(operands, results)
     numbers = tuple(counts) if isinstance(counts, tuple | list) else ()
-    if len(numbers) != 2 or not all(_is_count(n) for n in numbers):
+    if len(numbers) != 2 or not all(
+        isinstance(n, int | float) and 0 <= n < math.inf for n in numbers
+    ):
         raise OpcastError(
             f"returned {counts!r}, not FLOPs and transcendentals",
             where=f"{GROUP}: {target}",
@@ -373,7 +370,3 @@ def _rule(target: str) -> CallCost | None:
     point = plugins.found(GROUP).get(target)
     rule: CallCost | None = None if point is None else plugins.load(point)
     return rule
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value < math.inf

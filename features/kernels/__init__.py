@@ -1,1 +1,1 @@
-"""Kernels: what a compiled, scheduled module runs, with kind, canonical text and memory."""
+"""Kernels of a compiled, scheduled module, with kind, canonical text and memory."""

@@ -1,4 +1,4 @@
-"""One instruction as a separate module, without anything that does not affect its cost."""
+"""Canonical modules of single instructions, without anything that does not affect their cost."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ..ir.op_table import NAMES, named
 from ..ir.program import Computation, Op, Program, TensorType, read_work, write_work
 from .library_form import plain_form
 
-#: Attributes for where, when or for whom an instruction runs, not for what it does.
+#: Attributes about where, when or for whom an instruction runs, not about what it does.
 _DROPPED = named("placing_attributes")
-#: Parts of a backend configuration that decide what is computed. Tiles, algorithm numbers, queues
-#: and the compiler's own estimates are left out: without the device they are placeholders.
+#: Parts of a backend configuration that determine what is computed. Tiles, algorithm numbers,
+#: queues and the compiler's estimates are dropped: without the device they are placeholders.
 _KEPT = {section: frozenset(kept) for section, kept in NAMES["kept_configuration"].items()}
-#: Entries that are kept as they are: how XLA:CPU splits a loop, and how often a loop runs.
+#: Entries kept unchanged: how XLA:CPU splits a loop, and how often a loop runs.
 _PLAIN = frozenset(("outer_dimension_partitions", "known_trip_count"))
-#: Characters beyond which a text is a whole program (Mosaic, Triton) and is kept as a digest.
+#: Texts longer than this are whole programs (Mosaic, Triton) and are replaced by a digest.
 _LONG_TEXT = 256
 
 
 def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
-    """Make a module whose entry holds parameters ``p0 …`` and one instruction ``r``.
+    """Make a module whose entry has parameters ``p0 …`` and one instruction ``r``.
 
     Args:
         op: The instruction.
-        operands: The ops whose values it reads, in order; equal ones share a parameter.
-        program: Where the computations that it calls are.
+        operands: The ops whose values it reads, in order; repeated ones share a parameter.
+        program: The program with the computations that it calls.
 
     Returns:
-        The module, names and attributes canonical: equal work gives an equal module.
+        The module, with canonical names and attributes: equal work gives an equal module.
     """
     body = Program(name="kernel", entry="main", dialect="hlo")
     op, operands, added = plain_form(op, list(operands), program)
@@ -48,7 +48,7 @@ def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
         places.append(place)
     entry.root = len(entry.ops)
     attrs = canonical_attrs(op)
-    # An empty list means all devices, but a kernel alone lacks their number.
+    # An empty list means all devices, but the kernel alone does not contain their number.
     if "replica_groups" in attrs and not attrs["replica_groups"]:
         attrs["replica_groups"] = _all_devices(op, program)
     entry.ops.append(Op("r", op.opcode, tuple(places), op.results, attrs, names, op.is_tuple))
@@ -57,7 +57,7 @@ def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
 
 
 def control_body(opcode: str) -> Program:
-    """Make the body of a loop's or branch's own work, without its state, which moves no bytes."""
+    """Make the body of a loop or branch itself, without its state, which moves no bytes."""
     flag = TensorType("pred")
     entry = Computation("main", [Op("p0", "parameter", (), (flag,), {"index": 0})], 1)
     entry.ops.append(Op("r", opcode, (0,), (flag,)))
@@ -65,7 +65,7 @@ def control_body(opcode: str) -> Program:
 
 
 def canonical_attrs(op: Op) -> dict[str, object]:
-    """Attributes that decide what an instruction does."""
+    """Return the attributes that determine what an instruction does."""
     attrs = op.attrs
     if not attrs:
         return {}
@@ -74,7 +74,7 @@ def canonical_attrs(op: Op) -> dict[str, object]:
     if work:
         kept["frontend_attributes"] = write_work(work)
     if "channel_id" in attrs:
-        # Whether there is a channel stays visible; its number is arbitrary.
+        # The presence of a channel matters; its number is arbitrary.
         kept["channel_id"] = None
     if "use_global_device_ids" in attrs:
         kept["use_global_device_ids"] = False
@@ -86,7 +86,7 @@ def canonical_attrs(op: Op) -> dict[str, object]:
 
 
 def _all_devices(op: Op, program: Program) -> tuple[tuple[int, ...], ...]:
-    """Give the group that an empty list means: all replicas, with a channel all partitions too."""
+    """Return the group that an empty list means: all replicas, with a channel also partitions."""
     count = program.num_replicas
     if op.attrs.get("channel_id") is not None:
         count *= program.num_partitions
@@ -111,7 +111,7 @@ def _reduced(config: dict[str, object] | str) -> dict[str, object] | str:
 
 
 def _mosaic(config: object) -> object:
-    """A kernel's program as a digest, and beside it the cost that it states."""
+    """Return a kernel's program as a digest, with the cost that it states."""
     stated = config.get("cost_estimate") if isinstance(config, dict) else None
     if not isinstance(config, dict) or not isinstance(stated, dict):
         return _short(str(config))
@@ -147,12 +147,12 @@ class _Calls:
         self.count = 0
 
     def add(self, name: str) -> str:
-        """Copy computation ``name`` and what it calls; returns its new name."""
+        """Copy computation ``name`` and its callees; return its new name."""
         if name in self.names:
             return self.names[name]
         is_added = self.added is not None and self.added.name == name
         source = self.added if is_added and self.added else self.program.computations[name]
-        # Parameters come first and in order: their place in the text has no meaning.
+        # Parameters come first and in order, since their position in the text has no meaning.
         order = _parameters_first(source.ops)
         place = {old: new for new, old in enumerate(order)}
         ops = []
@@ -166,7 +166,7 @@ class _Calls:
         return self._store(name, Computation("", ops, place[source.root]))
 
     def _store(self, name: str, computation: Computation) -> str:
-        """Keep a copy, or find the equal one that is there already."""
+        """Keep a copy, or find an equal one that already exists."""
         for other in self.body.computations.values():
             # The same reducer occurs many times under different names.
             if _equal(other, computation):
@@ -194,7 +194,7 @@ def _parameters_first(ops: list[Op]) -> list[int]:
 
 
 def _equal(first: Computation, second: Computation) -> bool:
-    """Return whether two computations do the same, whatever their ops are called."""
+    """Return whether two computations do the same, whatever the names of their ops."""
     if len(first.ops) != len(second.ops) or first.root != second.root:
         return False
     return all(

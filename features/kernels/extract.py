@@ -1,4 +1,4 @@
-"""Kernels of a program, in the order in which the target runs them."""
+"""Extract the kernels of a program in the order in which the target runs them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def extract_kernels(
 ) -> tuple[list[Kernel], list[str]]:
     """List what the target executes, in schedule order.
 
-    Loop bodies stand inline, once, with the trip count as multiplicity, after a kernel of kind
+    Loop bodies appear inline, once, with the trip count as multiplicity, after a kernel of kind
     ``control`` for the loop itself. A condition runs once more than its body, or not at all where
-    the compiler knows the trip count. Of a conditional the costliest branch is taken.
+    the compiler knows the trip count. The most expensive branch of a conditional is used.
 
     Args:
-        program: Optimised, scheduled HLO; or StableHLO, of which every op becomes a kernel.
+        program: Optimised, scheduled HLO; or StableHLO, in which every op becomes a kernel.
         ops: StableHLO ops by walk index, if the program was compiled with locations ``op<index>``.
 
     Returns:
@@ -39,7 +39,7 @@ def extract_kernels(
 
 
 def kernel_from_ir(ir: str) -> Kernel:
-    """Rebuild a kernel from its canonical text; kind, costs and hash are computed again.
+    """Rebuild a kernel from its canonical text, recomputing kind, costs and hash.
 
     Raises:
         ProgramError: The text is not an HLO module.
@@ -48,7 +48,7 @@ def kernel_from_ir(ir: str) -> Kernel:
 
 
 def kernels_from_irs(irs: Iterable[str]) -> list[Kernel]:
-    """Rebuild many kernels; equal texts give the same object.
+    """Rebuild many kernels; equal texts share one object.
 
     Raises:
         ProgramError: A text is not an HLO module.
@@ -89,14 +89,14 @@ class _Schedule:
 
     def run(self) -> None:
         """Flatten the entry computation."""
-        # Arguments come from outside: no kernel makes them.
+        # Arguments come from outside: no kernel produces them.
         entry = self.program.entry_computation
         self._inline(entry, [frozenset()] * len(entry.parameters), 1.0, ())
 
     def _inline(
         self, comp: Computation, arguments: list[Value], times: float, scope: tuple[str, ...]
     ) -> Value:
-        """Append the kernels of a computation; returns the producers of its result."""
+        """Append the kernels of a computation; return the producers of its result."""
         values: list[Value] = []
         for op in comp.ops:
             values.append(self._visit(op, comp, values, arguments, times, scope))
@@ -127,8 +127,8 @@ class _Schedule:
         if opcode == "call" and op.called and not self._is_one_kernel(op):
             # Functions are inlined: targets run kernels, not calls.
             return self._inline(self.program.computations[op.called[0]], inputs, times, scope)
-        # In StableHLO no layouts are assigned yet: a reshape moves nothing. In optimised HLO a
-        # reshape that is not a bitcast does.
+        # StableHLO has no layouts, so a reshape moves nothing. In optimised HLO a reshape that is
+        # not a bitcast does.
         if is_free(op) or (self.from_stablehlo and opcode == "reshape"):
             if len(inputs) > 1 and op.is_tuple:
                 return inputs
@@ -139,7 +139,7 @@ class _Schedule:
         return self._add(facts, op, inputs, times, scope)
 
     def _is_one_kernel(self, op: Op) -> bool:
-        """Return whether a call runs as one kernel: the CPU's small and parallel calls."""
+        """Return whether a call runs as one kernel: XLA:CPU's small and parallel calls."""
         if self.from_stablehlo:
             return False
         # XLA:CPU moves small loops into such calls (SmallWhileLoopHoistingPass), which run as one.
@@ -152,7 +152,7 @@ class _Schedule:
 
     def _add(
         self, facts: KernelFacts, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]
-    ) -> Value:
+    ) -> frozenset[int]:
         position = len(self.kernels)
         kernel = _kernel(facts, op.name)
         kernel.multiplicity = times
@@ -168,27 +168,21 @@ class _Schedule:
         return frozenset((position,))
 
     def _pair(self, done: Kernel, position: int) -> None:
-        """Connect the end of an asynchronous operation with its start."""
-        # The latest unpaired start: async operations of one kind may be nested.
+        """Link the end of an asynchronous operation to its start."""
+        # The latest unpaired start, since async operations of one kind may be nested.
         for candidate in reversed(done.operands):
             start = self.kernels[candidate]
             if start.async_role == "start" and start.async_peer < 0:
                 start.async_peer, done.async_peer = position, candidate
-                # The end waits; what the operation costs stands at its start.
+                # The end waits; the cost of the operation is at its start.
                 done.kind = start.kind
                 return
 
-    def _control(
-        self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]
-    ) -> frozenset[int]:
-        """Append the kernel of a loop or branch itself."""
-        producers = self._add(control_facts(op.opcode), op, inputs, times, scope)
-        return flat(producers)
-
     def _loop(self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]) -> Value:
         trips = self._trips(op)
-        # The loop's own kernel counts once an iteration; it takes no time (Kernel.takes_time).
-        control = self._control(op, inputs, times * trips, scope)
+        # The kernel of the loop itself counts once per iteration; it takes no time
+        # (Kernel.takes_time).
+        control = self._add(control_facts(op.opcode), op, inputs, times * trips, scope)
         # The body's first kernels wait for the loop itself.
         state = [merge(value, control) for value in inputs]
         condition, body = (self.program.computations[name] for name in op.called)
@@ -215,13 +209,13 @@ class _Schedule:
         return 1
 
     def _place(self, op: Op) -> str:
-        """An op as its user would refer to it: by its source line, or else by its name."""
+        """Return how a user would refer to an op: by its source line, or else by its name."""
         origin = self._origin(op.source)
         return f"{origin[0].file}:{origin[0].line}" if origin and origin[0].line else op.name
 
     def _branch(self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]) -> Value:
         # Only the predicate is needed to choose a branch.
-        control = self._control(op, inputs[:1], times, scope)
+        control = self._add(control_facts(op.opcode), op, inputs[:1], times, scope)
         weights = [self._weight(name) for name in op.called]
         # An upper bound: which branch runs depends on data.
         taken = weights.index(max(weights))
@@ -237,17 +231,17 @@ class _Schedule:
         return merge(self._inline(body, state, times, (*scope, op.name)), control)
 
     def _weight(self, name: str) -> float:
-        """Add up a branch's FLOPs and bytes, only to compare branches."""
+        """Add up a branch's FLOPs and bytes, only for comparing branches."""
         if name not in self.weights:
             comp = self.program.computations[name]
             costs = [op_cost(op, comp, self.program) for op in comp.ops]
-            # A FLOP and a byte count alike here. Engineering estimate; good enough to rank
+            # A FLOP and a byte count the same here. Engineering estimate, sufficient to rank
             # branches.
             self.weights[name] = sum(c.flops + c.transcendentals + c.bytes for c in costs)
         return self.weights[name]
 
     def _sources(self, op: Op, kind: str) -> tuple[Source, ...]:
-        """Return the StableHLO ops behind an instruction, the one that makes its kind first."""
+        """Return the StableHLO ops behind an instruction, those that determine its kind first."""
         own = self._origin(op.source)
         if not op.called or kind == "control" or self.from_stablehlo:
             return own
@@ -272,20 +266,22 @@ class _Schedule:
 
 
 def tagged_ops(name: str) -> list[int]:
-    """Walk indices in an instruction's name, such as 34 and 56 in ``op12/call/op34/add;op56/mul``.
+    """Return the walk indices in an instruction's name.
 
-    Calls come before what they call, and a semicolon joins ops that were merged into one.
+    For example 34 and 56 in ``op12/call/op34/add;op56/mul``.
+
+    Calls precede what they call, and a semicolon joins ops that were merged into one.
     """
     tags = (_TAG.findall(part) for part in name.split(";"))
     return [int(numbers[-1]) for numbers in tags if numbers]
 
 
 def estimated_cycles(op: Op) -> float:
-    """Return the cycles that the TPU's compiler expects of an instruction; 0 if it gives none."""
+    """Return the cycles that the TPU compiler estimates for an instruction; 0 if it states none."""
     # libtpu writes the estimate of products and convolutions into their window configuration.
     stated = op.config("window_config").get("estimated_cycles")
     cycles = float(op.config().get("estimated_cycles", 0) if stated is None else stated)
-    # Unknown is written as the largest integer, or as a negative one.
+    # An unknown estimate is the largest integer, or a negative one.
     return cycles if 0 < cycles < _NO_CYCLES else 0.0
 
 
@@ -304,7 +300,7 @@ Value = frozenset[int] | list["Value"]
 
 
 def flat(value: Value | Sequence[Value]) -> frozenset[int]:
-    """Return all producers of a value, of every element if it is a tuple."""
+    """Return all producers of a value; for a tuple, of all its elements."""
     if isinstance(value, frozenset):
         return value
     if len(value) == 1:
@@ -313,7 +309,7 @@ def flat(value: Value | Sequence[Value]) -> frozenset[int]:
 
 
 def pick(value: Value, index: int) -> Value:
-    """Return the producers of one element; a kernel that makes a tuple makes all its elements."""
+    """Return the producers of one element; a kernel that returns a tuple produces all of it."""
     if isinstance(value, frozenset):
         return value
     return value[index] if index < len(value) else flat(value)

@@ -1,4 +1,4 @@
-"""What follows from a kernel's canonical module alone, cached by its text."""
+"""Facts about kernels that follow from their canonical module, cached by its text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..ir.program import Op, Program
 from .canonical import canonical_body, control_body
 from .kinds import is_collective, kernel_kind
 
-#: Entries that each cache keeps, by judgement: long runs over many programs must not grow forever.
+#: Entries per cache: bounds the memory of long runs over many programs.
 _MEMORY = 20_000
 _FREE = Cost()
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """A kernel without its place in a program.
+    """Position-independent properties of a kernel.
 
     Attributes:
         body: Canonical module.
@@ -38,8 +38,8 @@ class KernelFacts:
     cost: Cost
 
 
-# Facts by text, by an instruction's signature (cheaper than making the text), and numbers of
-# computations by content, of which signatures are made.
+# Facts by text, by an instruction's signature (cheaper than its text), and numbers of computations
+# by content, from which signatures are built.
 _known: dict[str, KernelFacts] = {}
 _by_signature: dict[object, KernelFacts] = {}
 _computations: dict[object, int] = {}
@@ -53,7 +53,7 @@ class ProgramFacts:
     """
 
     def __init__(self, program: Program) -> None:
-        # Only between programs: signatures of one program refer to numbers of its computations.
+        # Only between programs: a program's signatures refer to the numbers of its computations.
         if max(len(_by_signature), len(_computations)) > _MEMORY:
             _by_signature.clear()
             _computations.clear()
@@ -61,13 +61,13 @@ class ProgramFacts:
         self._signatures = Signatures(program, _computations)
 
     def of(self, op: Op, operands: Sequence[Op]) -> KernelFacts:
-        """Facts of an instruction that reads ``operands``."""
+        """Return the facts of an instruction that reads ``operands``."""
         key = self._signatures.of(op, operands)
         facts = _by_signature.get(key)
         if facts is None:
             body = canonical_body(op, operands, self._program)
             ir = print_hlo(body)
-            # Instructions of unlike signature may have one canonical text: their facts are shared.
+            # Instructions with different signatures may share a canonical text and so their facts.
             facts = _by_signature[key] = _known.get(ir) or _remember(body, ir)
         return facts
 
@@ -91,11 +91,11 @@ def control_facts(opcode: str) -> KernelFacts:
 def _remember(body: Program, ir: str) -> KernelFacts:
     op = body.entry_computation.root_op
     kind = kernel_kind(op, body)
-    # The start of a pair carries the cost, and bodies of loops are kernels of their own.
+    # The start of a pair carries the cost, and loop bodies are separate kernels.
     waits = kind == "control" or (is_collective(op.opcode) and op.opcode.endswith("-done"))
     cost = _FREE if waits else kernel_cost(body)
     facts = KernelFacts(body, ir, hashlib.sha256(ir.encode()).hexdigest()[:16], kind, cost)
-    # Dropping all is simpler than tracking use; what is needed is made again.
+    # Dropping everything is simpler than tracking use; what is needed is recomputed.
     if len(_known) >= _MEMORY:
         _known.clear()
     _known[ir] = facts
@@ -103,7 +103,7 @@ def _remember(body: Program, ir: str) -> KernelFacts:
 
 
 class Signatures:
-    """Keys of a program's instructions and computations; names do not enter.
+    """Name-independent keys of a program's instructions and computations.
 
     Args:
         program: The program.
@@ -116,8 +116,8 @@ class Signatures:
         self._known: dict[str, int] = {}
 
     def of(self, op: Op, operands: Sequence[Op]) -> tuple[object, ...]:
-        """Key of an instruction with the ops that it reads; equal operands count as one."""
-        # Equal operands get equal places, which distinguishes a square from other products.
+        """Return the key of an instruction and the ops that it reads; repeated operands are one."""
+        # Repeated operands get equal indices, which distinguishes a square from other products.
         places = {id(operand): i for i, operand in enumerate(operands)}
         reads = [(o.results, o.is_tuple, o.attrs.get("nesting"), places[id(o)]) for o in operands]
         return (
@@ -141,7 +141,7 @@ class Signatures:
         return number
 
 
-#: Written out: containers have no hash, NaN and -0.0 compare wrongly, and 1 equals 1.0 and True.
+#: Types written as text: containers are unhashable, NaN and -0.0 compare wrongly, 1 == 1.0 == True.
 _WRITTEN = (dict, list, set, float, bool)
 
 

@@ -1,4 +1,4 @@
-"""Kernels: what the target runs, one instruction of the optimised and scheduled module each."""
+"""Kernels: instructions of the optimised and scheduled module that the target runs."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class Kernel:
     """One kernel.
 
     Attributes:
-        name: Instruction name in the optimised module (what a profiler's trace calls it).
+        name: Instruction name in the optimised module, as in a profiler's trace.
         kind: One of :data:`KINDS`.
-        body: A separate module: the entry holds parameters and this one instruction as root;
-            called computations come along. Canonical: printing it gives :attr:`ir`.
+        body: A separate module: the entry has parameters and this instruction as root; called
+            computations are included. Canonical: printing it gives :attr:`ir`.
         ir: Canonical HLO text of ``body``; features can be recomputed from it.
         hash: Hex digest of ``ir``.
         flops: Floating-point operations of one execution (multiply and add count as two).
-        transcendentals: exp, log, tanh and their like, one execution.
-        bytes_in: Bytes read by one execution, only what is touched.
-        bytes_out: Bytes written by one execution, only what is touched.
+        transcendentals: exp, log, tanh and similar in one execution.
+        bytes_in: Bytes read by one execution, counting only what is touched.
+        bytes_out: Bytes written by one execution, counting only what is touched.
         multiplicity: Executions per program run (loops multiply).
-        operands: Positions of the kernels whose results this one reads, in the same list.
+        operands: Indices, in the same list, of the kernels whose results this one reads.
         sources: StableHLO ops and lines that it came from.
         scope: Names of the enclosing loops and branches, outermost first.
-        endless: Whether it is in a loop without a known trip count, which stands inline once.
+        endless: Whether it is in a loop without a known trip count, which is counted once.
         async_role: ``start``, ``done`` or empty.
-        async_peer: Position of the matching done or start; -1 if none.
-        cycles: The compiler's own estimate of one execution in cycles (TPU); 0 if it gives none.
+        async_peer: Index of the matching done or start; -1 if none.
+        cycles: The compiler's estimate of one execution in cycles (TPU); 0 if none.
         row: Cache of the device-independent feature row.
     """
 
@@ -75,12 +75,12 @@ class Kernel:
 
     @property
     def takes_time(self) -> bool:
-        """Whether it takes any time itself.
+        """Whether the kernel takes any time.
 
-        Control (loops, branches, tuples) does not: its bodies' kernels are in the list. Nor does
-        the done of an asynchronous pair, since the start stands for both.
+        Control flow (loops, branches, tuples) does not, since the kernels of its bodies are listed.
+        Neither does the done of an asynchronous pair, since the start represents both.
         """
-        # A done without a start (a module that was cut) keeps its own cost.
+        # A done without a start (in a truncated module) keeps its own cost.
         paired = self.async_role == "done" and self.async_peer >= 0
         return self.kind != "control" and not paired
 
@@ -91,7 +91,7 @@ class Kernel:
 
     @property
     def inner(self) -> Computation:
-        """The fused computation of a fusion (or call); otherwise the entry of ``body``."""
+        """The fused computation of a fusion (or call), otherwise the entry of ``body``."""
         op = self.op
         if op.opcode in ("fusion", "call") and op.called:
             return self.body.computations[op.called[0]]
@@ -109,7 +109,7 @@ class Kernel:
             if op.opcode in ("dot", "convolution") and op.operands:
                 return self.inner.ops[op.operands[0]].type.dtype
         results = self.op.results
-        # Of several results the largest: indices beside values, or counters, do not decide.
+        # The largest of several results: indices beside values, or counters, are irrelevant.
         return max(results, key=lambda t: t.nbytes).dtype if results else "token"
 
 
@@ -126,9 +126,9 @@ class LoweredProgram:
         memory_source: ``compiler`` or ``liveness``.
         notes: Remarks for the user (loops without a known trip count …).
         hlo: Optimised module text; empty for ``fused`` and ``op``.
-        compile_seconds: Time that the compiler took for it; 0 if unknown.
-        entry_bytes: Bytes of arguments and results that one run moves at least; 0 if unknown.
-        module: The lowered program where no text is kept: of ``fused`` and ``op``.
+        compile_seconds: Compile time; 0 if unknown.
+        entry_bytes: Lower bound on bytes of arguments and results moved per run; 0 if unknown.
+        module: The lowered program where no text is kept (``fused`` and ``op``).
     """
 
     kernels: list[Kernel]

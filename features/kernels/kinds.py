@@ -1,21 +1,20 @@
-"""Kinds of kernels, from the opcode of an instruction, its target and what it fuses."""
+"""Classify kernels by an instruction's opcode, target and fused ops."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cost.library_calls import is_annotation, is_host_call, told_by_target
+from ..cost.flops import CONTROL
+from ..cost.library_calls import by_target, is_annotation, is_host_call
 from ..ir.op_table import OPS, named
 from ..ir.program import BOOKKEEPING, COLLECTIVES, Op, Program
 
 #: Instructions that the target does not execute: they name parts of buffers, or are constant.
 FREE = BOOKKEEPING | named("no_kernel")
 _COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
-#: Ops that have the kind of what they call.
-_CONTAINERS = frozenset(("fusion", "call", "while", "conditional", "async-start"))
 #: Parts of the targets of fused attention.
 _ATTENTION = ("fmha", "attention")
-#: Kinds by opcode; opcodes that are not listed are arithmetic.
+#: Kinds by opcode; unlisted opcodes are arithmetic.
 _DIRECT = {name: spec.kind for name, spec in OPS.items() if spec.kind}
 
 
@@ -42,32 +41,33 @@ def kernel_kind(op: Op, program: Program) -> str:
 
     Args:
         op: The instruction.
-        program: Where the computations that it calls are.
+        program: The program with the computations that it calls.
     """
     opcode = op.opcode
-    # The device waits for the host, whose time nobody knows.
+    # The device waits for the host, whose time is unknown.
     if is_host_call(op):
         return "control"
     if is_collective(opcode):
         return "collective"
     if opcode == "custom-call":
         return target_kind(str(op.attrs.get("target", "")))
-    if opcode in _CONTAINERS and op.called and opcode not in _DIRECT:
+    if opcode in CONTROL and op.called and opcode not in _DIRECT:
         return _fused_kind(op, program)
     opcode = _plain(op)
-    # An asynchronous slice, update or gather has the kind of the plain one.
+    # An asynchronous slice, update or gather has the same kind as the synchronous one.
     return _DIRECT.get(opcode) or _DIRECT.get(_synchronous(opcode), "fusion")
 
 
 def target_kind(target: str) -> str:
     """Classify a custom call by its target."""
-    return told_by_target(target, "kinds_of_targets", "custom_call")
+    return by_target(target, "kinds_of_targets", "custom_call")
 
 
 def is_attention(op: Op) -> bool:
     """Return whether an instruction calls a library's fused attention.
 
-    Its kind is ``gemm``, which models of kernels learned it as; to users it is ``attention``.
+    Its kind is ``gemm``, as which models of kernels were trained on it; it is shown to users as
+    ``attention``.
     """
     target = str(op.attrs.get("target", "")).lower()
     return op.opcode == "custom-call" and any(mark in target for mark in _ATTENTION)
@@ -80,7 +80,7 @@ def main_opcodes(kind: str) -> frozenset[str]:
 
 def fused_ops(op: Op, program: Program) -> Iterator[Op]:
     """Yield the ops inside a fusion, call or async start, without (scalar) reducers."""
-    if op.opcode not in _CONTAINERS:
+    if op.opcode not in CONTROL:
         return
     for name in op.called:
         for inner in program.computations[name].ops:
@@ -102,7 +102,7 @@ def _fused_kind(op: Op, program: Program) -> str:
                 if not is_annotation(inner):
                     targets.add(kernel_kind(inner, program))
             elif code in ("gather", "scatter"):
-                # A scatter decides the kind whatever its size: its updates collide or have to be
+                # A scatter determines the kind whatever its size: its updates collide or have to be
                 # ordered.
                 accessed = max(accessed, inner.type.size if code == "gather" else 1 << 62)
             elif code in ("dynamic-slice", "dynamic-update-slice"):
@@ -113,7 +113,7 @@ def _fused_kind(op: Op, program: Program) -> str:
     if any(is_collective(code) for code in codes):
         return "collective"
     kinds = {_DIRECT[code] for code in codes if code in _DIRECT and code != "custom-call"}
-    # By how much each dominates a kernel that has several of them.
+    # In the order in which they dominate a kernel that contains several of them.
     for kind in ("gemm", "conv", "sort", "reduce", "custom_call"):
         if kind in kinds or kind in targets:
             return kind
@@ -124,20 +124,20 @@ def _fused_kind(op: Op, program: Program) -> str:
 
 
 def _plain(op: Op) -> str:
-    """Give the opcode; ``dot`` for a convolution without spatial dimensions (TPU products)."""
+    """Return the opcode; ``dot`` for a convolution without spatial dimensions (TPU products)."""
     if op.opcode == "convolution" and len(str(op.attrs.get("dim_labels", "")).split("_")[0]) == 2:
         return "dot"
     return op.opcode
 
 
 def _containers(op: Op, program: Program) -> Iterator[str]:
-    """Return the names of the computations that :func:`fused_ops` goes through."""
+    """Yield the names of the computations that :func:`fused_ops` visits."""
     for name in op.called:
         yield name
         for inner in program.computations[name].ops:
-            if inner.called and inner.opcode in _CONTAINERS:
+            if inner.called and inner.opcode in CONTROL:
                 yield from _containers(inner, program)
 
 
 def _is_arithmetic(op: Op) -> bool:
-    return op.opcode not in FREE and op.opcode not in _CONTAINERS and op.opcode not in _DIRECT
+    return op.opcode not in FREE and op.opcode not in CONTROL and op.opcode not in _DIRECT

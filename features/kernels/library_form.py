@@ -1,9 +1,9 @@
-"""Library calls, Triton products and XLA's own kernels in one form, whichever computes them.
+"""Rewrite library calls, Triton products and XLA's kernels to one form, whichever computes them.
 
-Whether XLA gives a matrix product to Triton or to cuBLAS, and which scratch space a library asks
-for, is decided by timing on the device. A kernel must not depend on whether there was one: a
-product becomes a ``dot``, alone or in a fusion with what is done to its result, and scratch space
-goes away.
+Whether XLA assigns a matrix product to Triton or cuBLAS, and which scratch space a library asks
+for, is decided by autotuning on the device. A kernel must not depend on whether a device was
+present: a product becomes a ``dot``, alone or in a fusion with its epilogue, and scratch space is
+removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..ir.program import Computation, Op, Program, TensorType
 
 #: Targets of XLA's GemmRewriter.
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-#: Fusions whose emitter is chosen on the device; other kinds (a Triton softmax) are kept.
+#: Fusions whose emitter is chosen on the device; others (a Triton softmax) are kept.
 _CHOSEN = frozenset(
     (
         "__triton_gemm",
@@ -28,10 +28,10 @@ _CHOSEN = frozenset(
     )
 )
 _PRODUCTS = ("dot", "ragged-dot", "scaled-dot")
-#: Kernels that XLA's RaggedDotExpander writes for TPUs, by the name of their instruction: the
-#: product, and what finds the group of each tile of rows. Pallas names have no hyphens.
+#: Kernels that XLA's RaggedDotExpander creates for TPUs, by instruction name: the product, and the
+#: computation of each row tile's group. Pallas names have no hyphens.
 _TPU_KERNEL, _TPU_RAGGED, _TPU_GROUPS = "tpu_custom_call", "ragged-dot-", "ragged-dot-metadata"
-#: What the second one is called here: a pass over whole numbers (`passes` of op_names.toml).
+#: Name of the latter here: a pass over integers (`passes` of op_names.toml).
 _GROUPS = "RaggedTileGroups"
 #: The IR's names of dimension numbers, with the names in XLA's configuration.
 _DIMS = {
@@ -45,12 +45,12 @@ _GELU = (sqrt(2 / 3.141592653589793), 0.044715)
 
 
 class PlainForm(NamedTuple):
-    """An instruction without the choices that are made by timing on a device.
+    """An instruction without choices made by autotuning on a device.
 
     Attributes:
         op: The instruction; it may call ``added``.
         operands: The ops whose values it reads, in order.
-        added: A computation that the program does not hold; ``None`` if there is none.
+        added: A computation that the program does not contain; ``None`` if there is none.
     """
 
     op: Op
@@ -59,12 +59,12 @@ class PlainForm(NamedTuple):
 
 
 def plain_form(op: Op, operands: Sequence[Op], program: Program) -> PlainForm:
-    """Bring a library call or Triton product into the common form; others stay as they are.
+    """Convert a library call or Triton product to the common form; others stay unchanged.
 
     Args:
         op: The instruction.
         operands: The ops whose values it reads, in order.
-        program: Where the computations that it calls are.
+        program: The program with the computations that it calls.
     """
     if op.opcode == "custom-call":
         target = str(op.attrs.get("target", ""))
@@ -80,10 +80,10 @@ def plain_form(op: Op, operands: Sequence[Op], program: Program) -> PlainForm:
 
 
 def _ragged(op: Op, operands: Sequence[Op]) -> PlainForm:
-    """Write a kernel that XLA made for a ragged product as that product; others stay.
+    """Convert a kernel that XLA created for a ragged product into that product.
 
-    The product reads, after the groups of tiles, the rows ``(m, k)`` and the weights of all groups
-    ``(g, k, n)``.
+    After the groups of tiles, the kernel reads the rows ``(m, k)`` and the weights of all groups
+    ``(g, k, n)``. Other kernels stay unchanged.
     """
     if op.name.startswith(_TPU_GROUPS):
         kept = {key: op.attrs[key] for key in ("nesting",) if key in op.attrs}
@@ -113,7 +113,7 @@ def _emitter(op: Op) -> str:
 
 
 def _unwrapped(op: Op, operands: Sequence[Op], program: Program) -> PlainForm:
-    """Turn a fusion that is one product of its parameters into that product."""
+    """Convert a fusion that is a single product of its parameters into that product."""
     inner = program.computations[op.called[0]]
     root = inner.root_op
     sources = [inner.ops[i] for i in root.operands]
@@ -142,7 +142,7 @@ def _without_scratch(op: Op) -> Op:
 
 
 def _product(op: Op, operands: Sequence[Op], target: str) -> PlainForm | None:
-    """Write a cuBLAS call as a product and its epilogue; ``None`` if it is not understood."""
+    """Convert a cuBLAS call to a product and its epilogue; ``None`` if it is not understood."""
     config = op.attrs.get("backend_config")
     config = config.get("gemm_backend_config") if isinstance(config, dict) else None
     if not isinstance(config, dict) or len(operands) < 2:
@@ -153,7 +153,7 @@ def _product(op: Op, operands: Sequence[Op], target: str) -> PlainForm | None:
         if not body.read():
             return None
     except (ValueError, TypeError, AttributeError, KeyError, IndexError):
-        return None  # a configuration of other shape than XLA's
+        return None  # a configuration with another structure than XLA's
     if body.alone:
         return PlainForm(Op(op.name, "dot", (), plain.results, body.dot_attrs), operands[:2])
     computation = Computation(f"{op.name}.epilogue", body.ops, len(body.ops) - 1)
@@ -170,10 +170,10 @@ def _product(op: Op, operands: Sequence[Op], target: str) -> PlainForm | None:
 
 
 class _Epilogue:
-    """Writes what a cuBLAS call does as a fused computation.
+    """Builds a fused computation from a cuBLAS call.
 
-    Its operands are the two factors, the matrix that is added if ``beta`` is not zero, scales (of
-    the 8-bit call) and the bias of the epilogue.
+    Its operands are the two factors, the matrix added if ``beta`` is not zero, scales (of the 8-bit
+    call) and the bias of the epilogue.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class _Epilogue:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing is done to the product."""
+        """Whether there is no epilogue."""
         return self.ops[-1].opcode == "dot"
 
     @property
@@ -220,7 +220,7 @@ class _Epilogue:
         return float(self.config.get("alpha_real", 1.0))
 
     def read(self) -> bool:
-        """Write the computation; false if operands and epilogue do not fit each other."""
+        """Build the computation; return whether operands and epilogue are consistent."""
         # cuBLAS's order of operands after the factors: C, scales, bias.
         rest = list(range(2, len(self.operands)))
         out = self.results[0]
@@ -232,7 +232,7 @@ class _Epilogue:
             if not rest:
                 return False
             value = self._binary("add", value, self._converted(rest.pop(0), out), out)
-        # A constant scale is taken for the one that XLA puts in where the program has none.
+        # A constant scale is assumed to be the one that XLA inserts where the program has none.
         for scale in [i for i in rest if self.scaled and not self.operands[i].results[0].shape]:
             rest.remove(scale)
             if self.operands[scale].opcode != "constant":
@@ -286,9 +286,9 @@ class _Epilogue:
         )
 
     def _bias(self, place: int, out: TensorType) -> int:
-        """Spread a vector along the result's dimension of its size, the last one first."""
+        """Broadcast a vector along the last of the result's dimensions that has its size."""
         length = self.ops[place].results[0].size
-        # The last dimension first: a bias has one value for each column.
+        # The last dimension first: a bias has one value per column.
         fits = [d for d in reversed(range(len(out.shape))) if out.shape[d] == length]
         return self._broadcast(place, out, tuple(fits[:1]))
 

@@ -1,4 +1,4 @@
-"""Memory of a program from the lifetimes of its buffers: the peak, and use over time."""
+"""Memory of a program from buffer lifetimes: the peak, and use over time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .kinds import is_free
 
 #: Ops whose result cannot take over the buffer of an operand.
 _NOT_IN_PLACE = ops_with(lambda spec: not spec.in_place)
-#: Ops that name values made elsewhere.
+#: Ops that name values produced elsewhere.
 _VIEWS = named("views")
 #: Ops whose traffic is that of the computations that they call.
 _LEFT_OUT = frozenset(("while", "conditional", "call"))
@@ -24,8 +24,8 @@ class MemoryProfile(NamedTuple):
     """Bytes in use while each op of a program's entry runs.
 
     Attributes:
-        names: Names of the entry's ops, in their order.
-        bytes: Bytes in use while each runs, arguments and results included.
+        names: Names of the entry's ops, in order.
+        bytes: Bytes in use while each op runs, including arguments and results.
         resident: Bytes of arguments and results, which live throughout.
     """
 
@@ -35,18 +35,18 @@ class MemoryProfile(NamedTuple):
 
 
 def peak_memory(program: Program) -> float:
-    """Compute the most bytes in use at one time, arguments and results included.
+    """Compute the most bytes in use at one time, including arguments and results.
 
     A buffer lives from its definition to its last use in the order of ops. Arguments and results
-    live throughout, a result that takes a donated argument's place is not counted again. A loop
-    keeps its state in place and adds its body's own peak; an update or elementwise op takes over
-    an operand's buffer of the same size that is not read later.
+    live throughout; a result that reuses a donated argument's buffer is not counted again. A loop
+    keeps its state in place and adds its body's peak; an update or elementwise op reuses an
+    operand's buffer of the same size that is not read later.
 
     Args:
-        program: Best scheduled HLO; for StableHLO the order of ops is taken as the schedule.
+        program: Ideally scheduled HLO; for StableHLO the order of ops is taken as the schedule.
 
     Returns:
-        Bytes. Compilers also pad, and keep scratch space for library calls.
+        Bytes. Compilers additionally pad, and reserve scratch space for library calls.
     """
     profile = memory_over_time(program)
     return max(profile.bytes, default=profile.resident)
@@ -56,11 +56,11 @@ def memory_over_time(program: Program) -> MemoryProfile:
     """Compute the bytes in use while each op of the entry runs; see :func:`peak_memory`.
 
     Args:
-        program: As :func:`peak_memory` takes it.
+        program: As for :func:`peak_memory`.
     """
     entry = program.entry_computation
     arguments = sum(op.result_bytes for op in entry.parameters)
-    # A donated argument and the result in its place are one buffer.
+    # A donated argument and the result in its place share a buffer.
     aliased = {parameter: output for output, parameter in program.aliases}
     shared = sum(op.result_bytes for op in entry.parameters if int(op.attrs["index"]) in aliased)
     # Peaks of called computations are memoised over the whole program.
@@ -71,23 +71,23 @@ def memory_over_time(program: Program) -> MemoryProfile:
 
 
 class _Lifetimes:
-    """Buffers of one computation; ``memo`` keeps the peaks of computations that it calls."""
+    """Buffers of one computation; ``memo`` caches the peaks of computations that it calls."""
 
     def __init__(self, program: Program, comp: Computation, memo: dict[str, int]) -> None:
         self.program = program
         self.comp = comp
         self.memo = memo
-        # Buffers are numbered; leaves list, for each op, the buffers of its result's arrays.
+        # Buffers are numbered; `leaves` lists, for each op, the buffers of its result's arrays.
         self.sizes: list[int] = []
         self.starts: list[int] = []
         self.leaves: list[_Leaves] = []
         self.outside: set[int] = set()
 
     def living(self) -> tuple[int, list[int]]:
-        """Compute the bytes of results made here, and of temporaries over time.
+        """Compute the bytes of results allocated here, and of temporaries over time.
 
         Returns:
-            Result bytes, bytes of temporaries while each op runs.
+            Bytes of results, bytes of temporaries while each op runs.
         """
         last = self._last_uses()
         taken: dict[int, int] = {}
@@ -99,13 +99,13 @@ class _Lifetimes:
         return results, self._sweep(last, taken, kept)
 
     def _last_uses(self) -> list[int]:
-        """Return the position of the last op that reads each op's value, views followed."""
+        """Return the index of the last op that reads each op's value, including through views."""
         ops = self.comp.ops
-        # An op that nobody reads lives while it runs.
+        # An unused value lives while its op runs.
         last = list(range(len(ops)))
-        # Until where an asynchronous op works on its operands, by the position of its start.
+        # Index until which an asynchronous op uses its operands, by the index of its start.
         ends: dict[int, int] = {}
-        # Backwards, so that a view's own last use is known when its operand is reached.
+        # Backwards, so that a view's last use is known when its operand is reached.
         for position in range(len(ops) - 1, -1, -1):
             op = ops[position]
             if op.opcode in _VIEWS or op.opcode == "while" or _is_done(op):
@@ -125,10 +125,10 @@ class _Lifetimes:
             return self._element(op, inputs[0])
         joined = [b for leaves in inputs for b in leaves]
         if _is_done(op) and joined:
-            # The first leaves that its start made; scalars of its state follow.
+            # The first leaves that its start allocated; scalars of its state follow.
             started = max(self.starts[b] for b in joined)
             return [b for b in joined if self.starts[b] == started][: len(op.results)]
-        # The end of a send hands on its token.
+        # The end of a send forwards its token.
         if opcode.endswith("-done") and joined:
             return joined[-len(op.results) :]
         if opcode in _VIEWS:
@@ -138,9 +138,9 @@ class _Lifetimes:
         # Starts repeat their operands among their results, except all-reduce-start.
         if opcode.endswith("-start") and len(op.results) > len(joined):
             made = [self._new(leaf.nbytes, position) for leaf in op.results[len(joined) :]]
-            # Operands come first, but in a copy second.
+            # Operands come first, except in a copy, where they are second.
             return [made[0], *joined, *made[1:]] if opcode == "copy-start" else [*joined, *made]
-        # Arguments are counted by the caller, constants lie in the executable.
+        # Arguments are counted by the caller, constants are part of the executable.
         outside = opcode in ("parameter", "constant") or is_free(op)
         made = []
         for leaf in op.results:
@@ -158,7 +158,7 @@ class _Lifetimes:
         return len(self.sizes) - 1
 
     def _state(self, op: Op, given: _Leaves, position: int) -> _Leaves:
-        """Return the results of a loop: its state's buffers, but a new one where it may not write.
+        """Return the buffers of a loop's results: its state's, or new ones if it may not write.
 
         Compiled programs copy arguments and constants before a loop that changes them; StableHLO
         leaves that to the compiler.
@@ -176,12 +176,12 @@ class _Lifetimes:
         source = self.comp.ops[op.operands[0]]
         wanted = len(op.results)
         index = int(op.attrs["index"])
-        # In a flat tuple the index is the position of the leaf.
+        # In a flat tuple the index is that of the leaf.
         if wanted == 1 and not source.attrs.get("nesting"):
             return leaves[index : index + 1]
         if wanted == len(leaves):
             return leaves
-        # Nested tuples: the first leaves from there on that fit by type.
+        # Nested tuples: the first leaves from there on that match by type.
         for start in range(index, len(source.results) - wanted + 1):
             if source.results[start : start + wanted] == op.results:
                 return leaves[start : start + wanted]
@@ -190,7 +190,7 @@ class _Lifetimes:
     def _take_over(
         self, op: Op, buffer: int, position: int, last: list[int], taken: dict[int, int]
     ) -> None:
-        """Let a result live in the place of an operand that dies here."""
+        """Let a result reuse the buffer of an operand that dies here."""
         if not self._in_place(op):
             return
         for operand in op.operands:
@@ -199,7 +199,7 @@ class _Lifetimes:
             for candidate in self.leaves[operand]:
                 if candidate in taken or candidate in self.outside:
                     continue
-                # The definition's last use counts uses through views, loops and tuples too.
+                # The last use of the defining op includes uses through views, loops and tuples.
                 dies = last[self.starts[candidate]] <= position
                 if dies and self.sizes[candidate] == self.sizes[buffer]:
                     taken[candidate] = buffer
@@ -232,7 +232,7 @@ class _Lifetimes:
             if buffer in self.outside or self._final(buffer, taken) in kept:
                 continue
             change[self.starts[buffer]] += size
-            # A successor in the same place starts at the op where this one ends.
+            # A successor in the same buffer starts at the op where this one ends.
             end = self.starts[taken[buffer]] - 1 if buffer in taken else last[self.starts[buffer]]
             change[end + 1] -= size
         living, in_use = 0, []
@@ -242,7 +242,7 @@ class _Lifetimes:
         return in_use
 
     def _inside(self, op: Op) -> int:
-        """Return the peak of what a loop, branch or call needs beside its operands and results."""
+        """Return the peak of what a loop, branch or call needs besides operands and results."""
         if op.opcode not in ("while", "conditional", "call", "async-start"):
             return 0
         return max((self._called(name) for name in op.called), default=0)
@@ -256,12 +256,12 @@ class _Lifetimes:
 
 
 def _is_done(op: Op) -> bool:
-    """Return whether an op hands on what an asynchronous one made; the end of a send does not."""
+    """Return whether an op forwards the result of an asynchronous one; not so the end of a send."""
     return op.opcode.endswith("-done") and op.result_bytes > 0
 
 
 def _unchanged(op: Op, program: Program) -> set[int]:
-    """Return the elements of a loop's state that its body hands on as they are."""
+    """Return the elements of a loop's state that its body forwards unchanged."""
     if len(op.called) != 2:
         return set(range(len(op.results)))
     ops = program.computations[op.called[1]].ops
@@ -276,10 +276,10 @@ def _unchanged(op: Op, program: Program) -> set[int]:
 
 
 def entry_bytes(program: Program) -> float:
-    """Bytes of a program's arguments that it reads at least once, and of results that it writes.
+    """Return a lower bound on the bytes of arguments that a program reads and results it writes.
 
-    An argument counts as much as that one of its readers touches most of. Functions count where
-    they are called. What loops and branches read and write is left out: the sum is a lower bound.
+    An argument counts as much as the user that touches most of it. Functions count where they are
+    called. What loops and branches read and write is excluded.
     """
     moved = _Moved(program)
     root = moved.run(program.entry_computation)
@@ -290,16 +290,16 @@ def entry_bytes(program: Program) -> float:
     return total
 
 
-#: Makers of a value: a place among the ops that ran, and the leaf of its tuple or -1 for all of it.
+#: Producers of a value: index among the ops that ran, and the leaf of its tuple or -1 for all.
 _Makers = list[tuple[int, int]]
 
 
 class _Moved:
-    """What a program's ops read of its arguments, and write.
+    """What a program's ops read from its arguments, and what they write.
 
     Attributes:
-        touched: Bytes of each argument.
-        written: Bytes of each result of an op, by its place.
+        touched: Bytes touched of each argument.
+        written: Bytes of each result of an op, by the op's index.
     """
 
     def __init__(self, program: Program) -> None:
@@ -310,7 +310,7 @@ class _Moved:
         self._places = count()
 
     def run(self, comp: Computation, arguments: Sequence[_Makers] = ()) -> _Makers:
-        """Go through a computation, the entry without arguments, to the makers of its root."""
+        """Process a computation, the entry without arguments; return the producers of its root."""
         makers: list[_Makers] = []
         for op in comp.ops:
             inputs = [makers[o] for o in op.operands]
@@ -341,7 +341,7 @@ class _Moved:
 
 
 def _seen(op: Op, comp: Computation, inputs: Sequence[_Makers]) -> _Makers:
-    """Makers of a value that is made elsewhere; of a part of nested tuples those of all."""
+    """Return the producers of a view; for a part of a nested tuple, those of all parts."""
     own = [maker for makers in inputs for maker in makers]
     if op.opcode != "get-tuple-element":
         return own

@@ -1,8 +1,8 @@
-"""A lowered program as JSON: the form in which datasets keep whole programs.
+"""A lowered program as JSON, the form in which datasets store whole programs.
 
-Kernels are named by hash, once each; texts of kernels that the dataset does not hold elsewhere come
-along. Layout (all lists in schedule order, ``kernel`` and ``scope`` are positions in ``hashes`` and
-``scopes``, ``operands`` and ``peer`` count backwards from the kernel's own position)::
+Kernels are identified by hash; texts of kernels that the dataset does not contain elsewhere are
+included. Layout (all lists in schedule order, ``kernel`` and ``scope`` are indices into ``hashes``
+and ``scopes``, ``operands`` and ``peer`` are relative to the kernel's own index, backwards)::
 
     {"schema": 1, "lowering": "xla", "target": "...", "compiler": "...",
      "peak_memory_bytes": 0.0, "memory_source": "compiler", "notes": [],
@@ -27,7 +27,7 @@ SCHEDULE_VERSION = 1
 
 
 def schedule_to_json(lowered: LoweredProgram, known: Collection[str] = ()) -> str:
-    """Serialise kernels, their order and dependencies; names and sources are left out.
+    """Serialise kernels, their order and dependencies, without names and sources.
 
     Args:
         lowered: The program.
@@ -51,14 +51,14 @@ def schedule_to_json(lowered: LoweredProgram, known: Collection[str] = ()) -> st
         "entry_bytes": lowered.entry_bytes,
         "notes": lowered.notes,
         "hashes": list(hashes),
-        # Texts make up nearly all of a program's JSON; those that are samples of the dataset are
-        # left out.
+        # Texts make up nearly all of a program's JSON, so those stored as samples of the dataset
+        # are omitted.
         "irs": {value: k.ir for value, k in by_hash.items() if value not in known},
         "scopes": [list(scope) for scope in scopes],
         "kernel": [hashes[k.hash] for k in lowered.kernels],
         "times": [k.multiplicity for k in lowered.kernels],
         "scope": [scopes[k.scope] for k in lowered.kernels],
-        # Relative positions repeat from layer to layer, so the text compresses well.
+        # Relative indices repeat from layer to layer, so the text compresses well.
         "operands": [[i - operand for operand in k.operands] for i, k in listed],
         "endless": [i for i, k in listed if k.endless],
         "role": {str(i): k.async_role for i, k in listed if k.async_role},
@@ -73,7 +73,7 @@ def schedule_from_json(text: str, ir_by_hash: Mapping[str, str]) -> LoweredProgr
 
     Args:
         text: From :func:`schedule_to_json`.
-        ir_by_hash: Texts of kernels that the JSON does not hold.
+        ir_by_hash: Texts of kernels that the JSON does not contain.
 
     Raises:
         DatasetError: The JSON is damaged or of another version, or a kernel's text is missing.
@@ -110,7 +110,7 @@ def _kernels(data: JsonMapping, ir_by_hash: Mapping[str, str]) -> list[Kernel]:
             f"the texts of {len(missing)} kernels are missing, the first is {missing[0]}",
             hint="load the dataset's folders together",
         )
-    # Parsed once for each distinct kernel, then copied for each execution.
+    # Each distinct kernel is parsed once, then copied for each execution.
     originals = [kernel_from_ir(known[value]) for value in data["hashes"]]
     scopes = [tuple(scope) for scope in data["scopes"]]
     # Schedules of older datasets do not state it.
@@ -129,7 +129,7 @@ def _kernels(data: JsonMapping, ir_by_hash: Mapping[str, str]) -> list[Kernel]:
         for i, (kernel, times, scope, operands) in enumerate(columns)
     ]
     for kernel in kernels:
-        # As extraction does: a done has its start's kind.
+        # As in extraction, a done has its start's kind.
         if kernel.async_role == "done" and kernel.async_peer >= 0:
             kernel.kind = kernels[kernel.async_peer].kind
     return kernels

@@ -1,12 +1,12 @@
-"""Where in the user's program and model a kernel comes from.
+"""Trace kernels back to the user's program and model.
 
-XLA's CPU compiler drops the names of the convolutions that it reverses for weight gradients,
-and of the products that it makes of convolutions. Such a kernel is recognised by its neighbours: it
-writes what a StableHLO op wrote for its users, or reads what that op read.
+XLA's CPU compiler drops the names of convolutions that it reverses for weight gradients, and of
+products that it forms from convolutions. Such a kernel is identified by its neighbours: it writes
+what a StableHLO op wrote for its users, or reads what that op read.
 
-Modules and passes are read from the names of MLIR locations. JAX names an op by the scopes that it
-was traced in, as in ``jit(train_step)/transpose(jvp(Llama))/Block_0/attention/query/dot_general``:
-transformations around modules, the op's own name last. Flax adds a scope for each module,
+Modules and passes are read from the names of MLIR locations. JAX names an op by the scopes in which
+it was traced, as in ``jit(train_step)/transpose(jvp(Llama))/Block_0/attention/query/dot_general``:
+transformations around modules, the op's own name last. Flax adds a scope per module,
 ``jax.named_scope`` any other.
 """
 
@@ -38,15 +38,15 @@ _ORIGINS: dict[str, tuple[str, ...]] = {
     "reduce": ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.select_and_scatter"),
     "fusion": ("stablehlo.convolution",),
 }
-#: Kernels without sources that are stepped over on the way to one that has some; by judgement, XLA
-#: puts at most a few copies and transposes between two kernels of the user's ops.
+#: Kernels without sources skipped on the way to one with sources. Engineering estimate: XLA puts at
+#: most a few copies and transposes between two kernels of the user's ops.
 _MAX_STEPS = 6
 _Step = Callable[[int], Iterable[int]]
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """An op that no kernel names: the values that it reads, and the readers of its value."""
+    """An op that no kernel names, with the values that it reads and the users of its value."""
 
     source: int
     name: str
@@ -57,7 +57,7 @@ class _Candidate:
 def infer_sources(
     kernels: Sequence[Kernel], ops: Sequence[Source], operations: Sequence[Operation]
 ) -> None:
-    """Give kernels without sources the op that their neighbours point to.
+    """Assign kernels without sources the op that their neighbours indicate.
 
     Args:
         kernels: In schedule order; ``sources`` is filled in where it is empty.
@@ -67,7 +67,7 @@ def infer_sources(
     unattributed = [i for i, k in enumerate(kernels) if not k.sources and k.kind in _ORIGINS]
     if not unattributed:
         return
-    # A view of a product's result can carry its name into the kernel that reads it.
+    # A view of a product's result can carry the product's name into the kernel that reads it.
     named = {
         s.index
         for k in kernels
@@ -89,7 +89,7 @@ def infer_sources(
 
 
 def _candidates(operations: Sequence[Operation], named: set[int]) -> list[_Candidate]:
-    """Collect the ops that a kernel can come from and none names, and their neighbours."""
+    """Collect ops that a kernel can come from but none names, and their neighbours."""
     wanted = {name for names in _ORIGINS.values() for name in names}
     candidates: dict[int, _Candidate] = {}
     makers: dict[object, int] = {}
@@ -107,7 +107,7 @@ def _candidates(operations: Sequence[Operation], named: set[int]) -> list[_Candi
             if maker in candidates:
                 candidates[maker].readers.add(index)
         for result in op.results:
-            # A view's value counts as its operand's: the compiler may have folded it.
+            # A view counts as its operand: the compiler may have folded it.
             makers[result] = values[0] if is_view else index
     return list(candidates.values())
 
@@ -118,7 +118,7 @@ def _match(
     users: dict[int, list[int]],
     candidates: list[_Candidate],
 ) -> _Candidate | None:
-    """Find the candidate that shares most with a kernel: name first, then readers, then inputs."""
+    """Find the candidate that matches a kernel best: by name, then readers, then inputs."""
     after = _nearest([position], kernels, lambda i: users.get(i, ()))
     before = _nearest([position], kernels, lambda i: kernels[i].operands)
     names = _ORIGINS[kernels[position].kind]
@@ -126,8 +126,7 @@ def _match(
     for candidate in candidates:
         if candidate.name not in names:
             continue
-        # Weights make it lexicographic: a name counts for more than readers and inputs together (4
-        # > 2 + 1).
+        # Weights make it lexicographic: a name outweighs readers and inputs together (4 > 2 + 1).
         shared = 4 * (candidate.source in after or candidate.source in before)
         shared += 2 * bool(candidate.readers & after) + bool(candidate.reads & before)
         if shared > score:
@@ -136,7 +135,7 @@ def _match(
 
 
 def _nearest(start: list[int], kernels: Sequence[Kernel], step: _Step) -> set[int]:
-    """Walk indices of the nearest kernels with sources in one direction."""
+    """Return the walk indices of the nearest kernels with sources in one direction."""
     origins: set[int] = set()
     front: Iterable[int] = start
     seen = set(start)
@@ -159,7 +158,7 @@ _OWN = re.compile(
 )
 #: A transformation or a function around a scope.
 _WRAPPED = re.compile(r"(\w+)\((.*)\)$", re.DOTALL)
-#: The function that a program was made of, which begins the name of an op that has all scopes.
+#: The traced function, which begins the name of an op with complete scopes.
 _ENTRY = re.compile(r"(?:jit|pjit|xla_call)\(")
 #: Wrappers that name a traced function rather than a transformation.
 _FUNCTIONS = ("jit", "pjit", "xla_call")
@@ -169,7 +168,7 @@ _POSITION = re.compile(r"\s*:\d+(?::\d+|\s|$)")
 
 
 class ModulePath(NamedTuple):
-    """A place in the user's model.
+    """A position in the user's model.
 
     Attributes:
         modules: Outermost first, such as ``("Llama", "Block_0", "attention")``; empty outside.
@@ -184,10 +183,10 @@ _NOWHERE = ModulePath()
 
 
 class ModulePaths:
-    """Places of a program's kernels.
+    """Module paths of a program's kernels.
 
     Args:
-        source: The program that the kernels were made of.
+        source: The program that the kernels were lowered from.
     """
 
     def __init__(self, source: SourceProgram) -> None:
@@ -196,7 +195,7 @@ class ModulePaths:
         self._callers: dict[str, ModulePath] = {}
 
     def of(self, kernel: Kernel) -> ModulePath:
-        """Place a kernel by the op that it mainly came from, else by the next one with a name."""
+        """Return the module path of the main op of a kernel, or of the next one with a name."""
         places = (self._place(source) for source in kernel.sources)
         return next((place for place in places if place is not None), _NOWHERE)
 
@@ -208,20 +207,20 @@ class ModulePaths:
         return self._known[source.index]
 
     def _of_op(self, op: Operation, depth: int = 0) -> ModulePath | None:
-        """Place an op by its own location, in an outlined function by its calls' locations."""
+        """Locate an op by its own location and, in an outlined function, its calls' locations."""
         name = _location_name(str(op.location.attr))
         place = parse_scopes(name) if name else None
         caller = self._of_calls(function_of(op), depth)
         if caller is None or place is None:
             return place or caller
-        # JAX outlines the bodies of loops, and functions that are traced twice: names in them
-        # start at the call.
+        # JAX outlines loop bodies and functions that are traced twice: names in them start at the
+        # call.
         starts_anew = bool(place.modules) and _ENTRY.match(name) is not None
         modules = place.modules if starts_anew else caller.modules + place.modules
         return ModulePath(modules, max(place.phase, caller.phase, key=_PHASES.index))
 
     def _of_calls(self, function: str, depth: int) -> ModulePath | None:
-        """What the places of all calls of a function share, in the pass of the first."""
+        """Return the common module path of all calls of a function, in the pass of the first."""
         calls = self._ops.calls.get(function, []) if self._ops is not None else []
         if not calls or depth > MAX_CALLS:
             return None
@@ -235,16 +234,16 @@ class ModulePaths:
 
 
 def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """What several paths begin with."""
+    """Return the common prefix of several paths."""
     first, last = min(paths), max(paths)
-    # Whatever both ends of the order begin with, all between them do.
+    # A common prefix of the smallest and largest path is a prefix of all between them.
     differs = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return first[: next(differs, len(first))]
 
 
 @cache
 def parse_scopes(name: str) -> ModulePath:
-    """Parse an op's name into modules and pass; the last part, the op itself, is left out."""
+    """Parse an op's name into modules and pass, dropping the last part, the op itself."""
     modules = []
     phase = ""
     # Order matters: recomputation happens within the backward pass, and both within jvp.
@@ -271,7 +270,7 @@ def _unwrapped(part: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Split at the slashes that stand outside of parentheses."""
+    """Split at the slashes outside parentheses."""
     parts, depth = [""], 0
     for letter in name:
         # A slash inside `jit(f/g)` is part of a function's name.
@@ -284,7 +283,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _location_name(location: str) -> str:
-    """Find the first name in a printed location that is not a file position; else empty."""
+    """Return the first name in a printed location that is not a file position, or empty."""
     for match in _NAME.finditer(location):
         if not _POSITION.match(location, match.end()):
             return match[1]

@@ -1,9 +1,9 @@
-"""Operators of published tables and libraries: a table of parameters in, physics and features out.
+"""Library operators (as in published tables): parameters in, analytical estimates and features out.
 
-One row is one kernel (or one group of kernels) of a library: a GEMM, a convolution, an attention, a
-mixture of experts, an element-wise pass. ``columns`` holds a table, ``gemm``, ``conv``,
-``pointwise`` and ``attention`` the physics of each family (experts are products), ``features``
-joins them. ``datagen`` imports tables, ``models`` learns from them.
+One row is one kernel, or one group of kernels, of a library: a GEMM, a convolution, an attention, a
+mixture of experts or an element-wise pass. ``columns`` holds a table; ``gemm`` (which includes
+experts), ``conv``, ``pointwise`` and ``attention`` estimate each family; ``features`` combines
+them. ``datagen`` imports such tables and ``models`` learns from them.
 """
 
 from .columns import OpTable

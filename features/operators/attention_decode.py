@@ -1,4 +1,4 @@
-"""Decode attention: how libraries cut one query a head over the cores, and what that costs."""
+"""Decode attention: how libraries split one query per head over the cores, and what that costs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from typing import NamedTuple
 import numpy as np
 
 from ..devices.device import DeviceSpec
-from .attention_kernels import MADE, Attention, RowKernels, Tiles
-from .columns import OpTable
-from .machine import Machine
+from .attention_kernels import MADE, Attention, Tiles
 from .physics import combine, fitted, quantised, resident_share, stream_seconds
 
 FIT = fitted("decode")
 
 
 class _Kinds(NamedTuple):
-    """What kernels decode rows, bool arrays of shape ``(n,)``; all but ``latent`` false for latent.
+    """Which decode kernel runs each row, bool arrays of shape ``(n,)``; all false for latent keys.
 
     Attributes:
         grouped: TensorRT-LLM's kernels for heads that share keys.
-        light: Those made for the chip and an fp8 cache.
-        single: Its kernels for heads of their own.
-        many: Among these, heads of groups that are too large for grouped kernels.
+        light: Variants of these made for the chip and an fp8 cache.
+        single: TensorRT-LLM's kernels for heads that do not share keys.
+        many: Rows of ``single`` whose groups are too large for grouped kernels.
         second: FlashAttention 2 in vLLM.
-        swapped: Where it makes the heads of a group the rows of one tile: not under a window.
-        latent: Whether keys are latent.
+        swapped: Rows of ``second`` where the heads of a group become the rows of one tile, which
+            requires that there is no window.
+        latent: Whether keys are latent (bool for the whole table).
     """
 
     grouped: np.ndarray
@@ -39,7 +38,7 @@ class _Kinds(NamedTuple):
 
     @classmethod
     def of(cls, work: Attention, latent: bool) -> _Kinds:
-        """Tell the kernels of rows."""
+        """Classify the rows of a table."""
         none = np.zeros(len(work.table), bool)
         if latent:
             return cls(none, none, none, none, none, none, latent)
@@ -51,22 +50,22 @@ class _Kinds(NamedTuple):
         most = np.where(work.d_key > 128, FIT.light_heads, 2 * FIT.light_heads)
         light = shared & kernel.made & (work.kv_width == 1) & (repeat <= most)
         second = kernel.is_("flash-2") & work.table.is_("backend", "vllm") & ~kernel.foreign
-        # flash_attn_varlen_func swaps a group's heads and queries, and splits keys, only then.
+        # Only then does flash_attn_varlen_func swap a group's heads and queries, and split keys.
         swapped = second & (repeat > 1) & (work.window == 0)
         return cls(shared & ~light, light, trt & ~shared, many, second, swapped, latent)
 
     @property
     def alone(self) -> np.ndarray:
-        """Rows whose query heads each read the keys for themselves, groups or not."""
+        """Rows where each query head reads the keys separately, even if heads share keys."""
         return np.asarray(self.many | (self.second & ~self.swapped))
 
 
 def decode(work: Attention, latent: bool) -> Tiles:
-    """Cut decode into blocks of up to 64 query heads; split the keys for idle cores if it pays.
+    """Split decode into blocks of up to 64 query heads; split the keys if idle cores make it pay.
 
     Args:
         work: The rows.
-        latent: Whether keys are latent, of all heads.
+        latent: Whether all heads share latent keys.
     """
     w, mc, kernel = work, work.mc, work.kernel
     kinds = _Kinds.of(work, latent)
@@ -74,20 +73,20 @@ def decode(work: Attention, latent: bool) -> Tiles:
     more = np.where(w.repeat > FIT.grouped_heads, FIT.grouped_more, 0.0)
     cycles = np.where(kinds.grouped, FIT.grouped_block + more, kernel("decode_block"))
     cycles = np.where(kinds.light, FIT.light_block, cycles)
-    # One query for each head: the heads of a group are the rows of a product, padded to whole ones.
+    # With one query per head, the heads of a group are the rows of a product, padded to full tiles.
     least = kernel("rows")
     rows = np.ceil(w.repeat / least) * least
     padded = 2 * w.batch * w.groups * rows * w.keys * (w.d_key + w.d_value)
-    # The faster of two ways counts: matrix units on padded rows, or the work without padding at 0.2
-    # of the peak and a cost for each block. Read off the pack, as above.
+    # The faster of two variants counts: matrix units on padded rows, or unpadded work at 0.2 of the
+    # peak plus a cost per block. Read off the tensor-core pack.
     scalar = blocks / mc.cores * cycles / mc.clock + w.flops / w.peak / 0.2
     t_tiles = np.minimum(
         padded / w.peak / (FIT.latent_products if latent else FIT.decode_products), scalar
     )
     streamed, unsplit = _streamed(work, kinds)
     memory = w.t_memory * kernel("stream")
-    # Latent kernels of chips that none was made for have their own blocks, and a fixed split.
-    own = LatentBlocks.of(w.table, kernel, w.batch, w.heads, w.keys, mc) if latent else None
+    # Latent kernels on chips they were not made for have different blocks and a fixed split.
+    own = LatentBlocks.of(work) if latent else None
     memory = memory * own.passes if own else memory
     sequence = np.where(kinds.light, 0.0, FIT.sequence) * w.batch / mc.cores
     together = _together(work)
@@ -96,7 +95,7 @@ def decode(work: Attention, latent: bool) -> Tiles:
         waves = blocks * split / mc.cores
         turns = np.maximum(quantised(waves, 0.5), 1.0)
         serial = turns * (cycles + streamed / split) + sequence
-        # Blocks on one core hide each other's waits, but share its bandwidth.
+        # Blocks on the same core hide each other's latency but share its bandwidth.
         pairs = np.maximum(quantised(waves / together, 0.5), 1.0)
         serial = np.where(kinds.second, pairs * FIT.second_block + turns * streamed / split, serial)
         serial = np.where(own.known, own.cycles, serial) if own else serial
@@ -128,10 +127,9 @@ def decode(work: Attention, latent: bool) -> Tiles:
 
 
 def _streamed(work: Attention, kinds: _Kinds) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cycles to stream all keys of a block, and where they are not split, ``(n,)``."""
+    """Return the cycles to stream all keys of a block, and where keys are not split, ``(n,)``."""
     w, mc, kernel = work, work.mc, work.kernel
-    # On chips with more memory bandwidth for each core than that, a core streams more than its even
-    # share.
+    # Where memory bandwidth per core exceeds this rate, a core streams more than its even share.
     rate = FIT.core_rate * kernel("rate")
     rate = np.maximum(rate, FIT.uneven * mc.bandwidth / mc.cores / mc.clock)
     rate = np.where(kinds.many, FIT.lone_rate, rate)
@@ -140,8 +138,8 @@ def _streamed(work: Attention, kinds: _Kinds) -> tuple[np.ndarray, np.ndarray]:
     tile = np.where(kinds.grouped, FIT.grouped_tile, FIT.latent_tile if kinds.latent else 1.0)
     tile = np.where(kinds.light, FIT.light_tile, np.where(kinds.second, _tile(w.d_key), tile))
     read = np.ceil(w.keys / tile) * tile
-    # An fp8 key is one byte in memory, but costs a core more where it is widened there. Kernels
-    # made for an fp8 cache multiply it as it is.
+    # An fp8 key takes one byte in memory but costs a core more where it is widened there. Kernels
+    # made for an fp8 cache multiply it without widening.
     converted = np.where(kinds.many, FIT.fp8_many, kernel("converted"))
     converted = np.where(kinds.light, 1.0, converted)
     streamed = read * np.maximum(w.kv_width, converted) * width / rate
@@ -153,7 +151,7 @@ def _streamed(work: Attention, kinds: _Kinds) -> tuple[np.ndarray, np.ndarray]:
 def _splits(
     work: Attention, kinds: _Kinds, blocks: np.ndarray, unsplit: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the splits that idle cores allow, and the seconds to merge their results, ``(n,)``."""
+    """Return the number of splits that idle cores allow, and the seconds of the merge, ``(n,)``."""
     w, mc, kernel = work, work.mc, work.kernel
     most = np.maximum(1, w.keys / FIT.split)
     most = np.where(kernel.is_("triton"), np.minimum(most, triton_splits(w.keys)), most)
@@ -165,16 +163,16 @@ def _splits(
     split = np.where(kinds.swapped, np.clip(wanted, 1, tiles), split)
     # Partial results are f32 (4 bytes); they stay in the cache between the two kernels.
     partial = w.batch * w.heads * split * w.d_value * 4 * FIT.partials / mc.cache_bandwidth
-    # Kernels made for latent keys merge their parts in the same launch.
+    # Kernels made for latent keys merge the splits in the same launch.
     merges = np.where(kernel.is_(*MADE) & kinds.latent, FIT.latent_merge, kernel("merge"))
-    # FlashAttention 2 adds the parts up one after the other.
+    # FlashAttention 2 adds up the splits one after the other.
     return split, FIT.merge_s * merges + partial + np.where(
         kinds.swapped, tiles * FIT.second_part_s, 0.0
     )
 
 
 def _floor(work: Attention, kinds: _Kinds) -> np.ndarray:
-    """Return the seconds of a decode without work, shape ``(n,)``."""
+    """Return the fixed cost of a decode kernel in seconds, shape ``(n,)``."""
     w, clock, kernel = work, work.mc.clock, work.kernel
     floor = FIT.decode_s * kernel("decode_floor") + FIT.decode_floor / clock
     floor = floor * np.where(kernel.made, FIT.decode_made, 1.0)
@@ -193,7 +191,7 @@ def _floor(work: Attention, kinds: _Kinds) -> np.ndarray:
 def _copies(work: Attention, kinds: _Kinds) -> np.ndarray:
     """Return the seconds to transpose queries and results of FlashAttention 2, shape ``(n,)``.
 
-    With one group, or one sequence, a view of them is enough.
+    With one group or one sequence, a view suffices.
     """
     w, mc = work, work.mc
     moved = 4.0 * w.batch * w.heads * w.d_key * 2
@@ -204,14 +202,14 @@ def _copies(work: Attention, kinds: _Kinds) -> np.ndarray:
 
 
 def _tile(width: np.ndarray) -> np.ndarray:
-    """Return the keys of a tile of FlashAttention 2's split kernels, shape ``(n,)``."""
+    """Return the keys per tile of FlashAttention 2's split kernels, shape ``(n,)``."""
     return np.where(width <= 64, 256.0, np.where(width <= 128, 128.0, 64.0))
 
 
 def _together(work: Attention) -> np.ndarray:
-    """Return the blocks of FlashAttention 2 that a core has memory for, shape ``(n,)``.
+    """Return how many FlashAttention 2 blocks fit into a core's shared memory, shape ``(n,)``.
 
-    Each keeps 64 queries and a tile of keys and values.
+    Each block keeps 64 queries and a tile of keys and values.
     """
     shared = work.table.of_device(lambda device: device.shared_bytes_per_core)
     taken = (64 + 2 * _tile(work.d_key)) * work.d_key * 2
@@ -219,20 +217,20 @@ def _together(work: Attention) -> np.ndarray:
 
 
 def triton_splits(keys: np.ndarray) -> np.ndarray:
-    """Return the splits of a decode by SGLang's Triton kernels, shape ``(n,)``."""
+    """Return the number of splits in SGLang's Triton decode kernels, shape ``(n,)``."""
     return np.asarray(
         FIT.triton_splits * np.maximum(keys / FIT.triton_keys, 1.0) ** FIT.triton_more
     )
 
 
 class LatentBlocks(NamedTuple):
-    """How libraries cut a latent decode on chips that they made no kernel for, ``(n,)`` each.
+    """Latent decode with kernels that were not made for the chip, shape ``(n,)`` each.
 
     Attributes:
-        known: Rows of such a kernel.
-        cycles: Cycles of the core that is busy longest.
-        passes: Times that the keys are read.
-        floor_s: Seconds without work.
+        known: Rows that run such a kernel.
+        cycles: Cycles of the busiest core.
+        passes: How often the keys are read.
+        floor_s: Fixed cost in seconds.
     """
 
     known: np.ndarray
@@ -241,44 +239,36 @@ class LatentBlocks(NamedTuple):
     floor_s: np.ndarray
 
     @classmethod
-    def of(
-        cls,
-        table: OpTable,
-        kernel: RowKernels,
-        batch: np.ndarray,
-        heads: np.ndarray,
-        keys: np.ndarray,
-        machine: Machine,
-    ) -> LatentBlocks:
-        """Cut the latent decodes of a table's rows over their devices' cores."""
-        whole, triton = kernel.is_("trt"), kernel.is_("triton")
-        by_head = np.ceil(heads / FIT.triton_heads)
-        splits = triton_splits(keys)
-        parts = batch * by_head / machine.cores * FIT.triton_block + keys / splits * FIT.triton_key
+    def of(cls, work: Attention) -> LatentBlocks:
+        """Split latent decodes over the cores of their devices."""
+        mc = work.mc
+        whole, triton = work.kernel.is_("trt"), work.kernel.is_("triton")
+        by_head = np.ceil(work.heads / FIT.triton_heads)
+        serial = work.keys / triton_splits(work.keys) * FIT.triton_key
+        parts = work.batch * by_head / mc.cores * FIT.triton_block + serial
         return cls(
             whole | triton,
-            np.where(whole, _whole_keys(table, batch, heads, keys, machine), parts),
+            np.where(whole, _whole_keys(work), parts),
             np.where(triton, by_head, 1.0),
-            np.where(whole, FIT.whole_s + FIT.whole_floor / machine.clock, FIT.triton_s),
+            np.where(whole, FIT.whole_s + FIT.whole_floor / mc.clock, FIT.triton_s),
         )
 
 
-def _whole_keys(
-    table: OpTable, batch: np.ndarray, heads: np.ndarray, keys: np.ndarray, machine: Machine
-) -> np.ndarray:
-    """Return the cycles of blocks that walk all keys of their sequence, shape ``(n,)``."""
+def _whole_keys(work: Attention) -> np.ndarray:
+    """Return the cycles of blocks that each read all keys of a sequence, shape ``(n,)``."""
+    table, machine = work.table, work.mc
     wide, narrow = (
         table.of_device(partial(DeviceSpec.matrix_peak, dtype=kind))
         for kind in ("bf16", "f8e4m3fn")
     )
-    # An fp8 cache is computed with as it is, where there are units for it.
+    # An fp8 cache is multiplied without conversion where there are matrix units for it.
     as_fp8 = table.is_("kv_dtype", "fp8") & (narrow > wide)
     peak = np.where(as_fp8, narrow, wide) / machine.cores / machine.clock
     products = 2 * FIT.whole_heads * (FIT.latent_keys + FIT.latent_values / 2) / peak
     key = products + FIT.whole_key + FIT.latent_keys * np.where(as_fp8, 1.0, 2.0) / FIT.whole_rate
-    block = FIT.whole_block + np.ceil(keys / FIT.whole_tile) * FIT.whole_tile * key
-    waves = np.ceil(2 * batch * np.ceil(heads / FIT.whole_heads) / machine.cores)
-    # Both blocks keep their 64 queries in the memory of the core.
+    block = FIT.whole_block + np.ceil(work.keys / FIT.whole_tile) * FIT.whole_tile * key
+    waves = np.ceil(2 * work.batch * np.ceil(work.heads / FIT.whole_heads) / machine.cores)
+    # Both blocks keep their 64 queries in shared memory.
     room = table.of_device(lambda device: device.shared_bytes_per_core)
     together = room >= 2 * FIT.whole_heads * FIT.latent_keys * 2
     return np.asarray(block * np.maximum(waves * np.where(together, FIT.paired, 1.0), 1.0))

@@ -1,6 +1,6 @@
-"""What libraries' attention kernels cost, by the class of kernel that runs a row.
+"""Costs of libraries' attention kernels by kernel class.
 
-Their constants are in the section ``attention`` of ``fitted.yaml``.
+The constants are in section ``attention`` of ``fitted.yaml``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .columns import OpTable
 from .machine import Machine
 from .physics import fitted
 
-#: Architectures that libraries have attention kernels made for: asynchronous copies and matrix
-#: instructions of the data-centre chips from Hopper on.
+#: Architectures for which libraries have dedicated attention kernels, which use the asynchronous
+#: copies and matrix instructions of data-centre chips from Hopper on.
 MADE_FOR = ("hopper", "blackwell", "blackwell-ultra")
-#: Architectures that TensorRT-LLM has generated kernels for, which other libraries call by way of
+#: Architectures for which TensorRT-LLM generates kernels, which other libraries call through
 #: FlashInfer ("trtllm-gen": ``trtllm_mha`` and ``trtllm_mla`` in SGLang).
 GENERATED = ("blackwell", "blackwell-ultra")
-#: Classes of TensorRT-LLM's kernels that were made for a chip, and of all of its kernels.
+#: Classes of TensorRT-LLM's dedicated kernels, and of all its kernels.
 MADE = ("trt-made", "trt-generated")
 TENSORRT = ("trt", *MADE)
 #: Architectures on which TensorRT-LLM's grouped decode does not split the keys of an fp8 cache.
@@ -31,16 +31,16 @@ class AttentionKernel(NamedTuple):
     """Costs of a class of kernels.
 
     Attributes:
-        prefill_floor, decode_floor: Factors on the seconds of a kernel without work.
-        prefill_block, decode_block: Cycles that a thread block costs besides its arithmetic.
-        products: Share of the matrix peak that the two products of a prefill tile reach.
-        exponential: Share of the time of the exponentials that products do not hide.
-        merge: Factor on the seconds to merge the parts of a split decode.
-        rate: Factor on the bytes that a core streams in a cycle of a decode.
-        stream: Factor on the time of the memory in a decode.
-        converted: Bytes that an fp8 key costs in a core, as it is converted.
-        fp8_cache: Factor on the floor of a decode from an fp8 cache.
-        rows: Rows of the smallest product in a decode; the heads of a group are its rows.
+        prefill_floor, decode_floor: Factors on the fixed cost of a kernel in seconds.
+        prefill_block, decode_block: Cycles of a thread block in addition to its arithmetic.
+        products: Fraction of the matrix peak reached by the two products of a prefill tile.
+        exponential: Fraction of the time of exponentials that products do not hide.
+        merge: Factor on the seconds to merge the splits of a decode.
+        rate: Factor on the bytes per cycle that a core streams in a decode.
+        stream: Factor on the memory time of a decode.
+        converted: Equivalent bytes of an fp8 key inside a core, where it is converted.
+        fp8_cache: Factor on the fixed cost of a decode from an fp8 cache.
+        rows: Fewest rows of a product in a decode; the heads of a group are its rows.
     """
 
     prefill_floor: float
@@ -58,46 +58,46 @@ class AttentionKernel(NamedTuple):
 
 
 FIT = fitted("attention")
-#: By class.
+#: Costs by kernel class.
 KERNELS = {name: AttentionKernel(**{**FIT.values, **FIT.numbers(name)}) for name in FIT.tables}
 _ORDER = tuple(KERNELS)
 
 
 class RowKernels:
-    """The class of kernel of each of ``n`` rows, and its costs."""
+    """The class of kernel that runs each of ``n`` rows, and its costs."""
 
     def __init__(self, table: OpTable) -> None:
-        """Tell the classes of a table's rows."""
+        """Classify the rows of a table."""
         heads, groups = table.numbers("q_heads", "kv_heads")
         repeat = heads / groups
         made = table.is_on(lambda d: d.architecture in MADE_FOR)
-        names_made = table.says("kernel", "trtllm")
-        flashinfer = table.says("kernel", "flashinfer", "fiprefill", "fidecode")
-        # vLLM's FlashInfer calls the kernels that TensorRT-LLM has for data-centre Blackwell on its
-        # own accord (use_trtllm_attention in its source), unless the name says which it took.
+        names_made = table.mentions("kernel", "trtllm")
+        flashinfer = table.mentions("kernel", "flashinfer", "fiprefill", "fidecode")
+        # On data-centre Blackwell, vLLM's FlashInfer calls TensorRT-LLM's kernels unasked
+        # (use_trtllm_attention in its source), unless the name states which kernel it chose.
         vllm = table.is_("backend", "vllm")
         blackwell = table.is_on(lambda d: d.architecture in GENERATED)
-        said = table.says("kernel", "fiprefill", "fidecode")
+        said = table.mentions("kernel", "fiprefill", "fidecode")
         names_made |= vllm & flashinfer & blackwell & ~said
-        # TensorRT-LLM can call FlashInfer's kernels, and names them then.
+        # TensorRT-LLM can call FlashInfer's kernels; their name then shows it.
         trt = names_made | (table.is_("backend", "trtllm") & ~flashinfer)
-        flash = table.says("kernel", "fa2", "flash_attn", "flash_attention")
-        # SGLang's build of FlashAttention 3 runs on older chips, too, where it is another kernel.
-        sglang = table.is_("backend", "sglang") & (flash | table.says("kernel", "fa3"))
-        third = table.says("kernel", "fa3", "fa4", "attention_v3") | (sglang & made)
+        flash = table.mentions("kernel", "fa2", "flash_attn", "flash_attention")
+        # SGLang's build of FlashAttention 3 also runs on older chips, as a different kernel.
+        sglang = table.is_("backend", "sglang") & (flash | table.mentions("kernel", "fa3"))
+        third = table.mentions("kernel", "fa3", "fa4", "attention_v3") | (sglang & made)
         third &= ~sglang | made
-        # vLLM takes the third on Hopper alone where it is told no other (get_flash_attn_version in
-        # its source); releases before 0.24 do not name it.
+        # vLLM uses FlashAttention 3 by default on Hopper only (get_flash_attn_version in its
+        # source); releases before 0.24 do not name it.
         hopper = table.is_on(lambda d: d.architecture == "hopper")
-        third |= flash & hopper & vllm & ~table.says("kernel", "fa2")
+        third |= flash & hopper & vllm & ~table.mentions("kernel", "fa2")
         plain = table.is_("backend", "sglang") & (repeat < 4) & ~table.is_("kv_dtype", "fp8")
         rules = (
-            ("triton", table.says("kernel", "triton")),
+            ("triton", table.mentions("kernel", "triton")),
             ("trt-generated", names_made & blackwell),
             ("trt-made", trt & made),
             ("trt", trt),
             ("flash-3", third),
-            ("flashinfer-plain", plain & table.says("kernel", "flashinfer")),
+            ("flashinfer-plain", plain & table.mentions("kernel", "flashinfer")),
             ("flashinfer", flashinfer),
             ("flash-sglang", sglang),
             ("flash-2", flash),
@@ -115,14 +115,14 @@ class RowKernels:
         return np.asarray(costs[self.code])
 
     def is_(self, *names: str) -> np.ndarray:
-        """Return the rows of some classes, bool, shape ``(n,)``."""
+        """Return which rows belong to any of the classes, bool, shape ``(n,)``."""
         return np.isin(self.code, [_ORDER.index(name) for name in names])
 
     def padded(self, width: np.ndarray) -> np.ndarray:
-        """Return the widths of heads that kernels compute with, shape ``(n,)``.
+        """Return the head widths that kernels compute with, shape ``(n,)``.
 
-        FlashAttention has kernels for multiples of 32, and of 64 from 128 on; Triton's tiles and
-        those of TensorRT-LLM's made kernels are powers of two, but for the latter's 192.
+        FlashAttention has kernels for multiples of 32, and of 64 above 128. Tiles of Triton and of
+        TensorRT-LLM's dedicated kernels are powers of two, except the latter's 192.
         """
         flash = np.where(width <= 128, np.ceil(width / 32) * 32, np.ceil(width / 64) * 64)
         power = np.exp2(np.ceil(np.log2(np.maximum(width, 1))))
@@ -163,9 +163,9 @@ class Attention:
 
 
 class Tiles(NamedTuple):
-    """How the work is cut: blocks, their splits, and what all that costs in seconds.
+    """How the work is split: blocks and splits, and their costs in seconds.
 
-    Tiles, blocks and memory overlap (``t_both``); what comes before or after is added.
+    Tiles, blocks and memory traffic overlap (``t_both``); ``t_extra`` and ``floor`` are added.
     """
 
     blocks: np.ndarray

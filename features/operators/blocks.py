@@ -1,9 +1,10 @@
-"""Physics of whole layers, mixed batches and new kinds of attention: stages that follow each other.
+"""Physics of whole layers, mixed batches and recent kinds of attention, as sequences of stages.
 
-These operators are several kernels, or one kernel over unlike sequences. Each becomes a few stages
-with matrix work, bytes and a serial part; a stage takes the soft maximum of the three, and stages
-add up to a fixed cost. What libraries make of that is learned (docs/operators.md). No feature names
-a vendor: work is taken per core, per cache and per cycle, so GPUs and TPUs share one model.
+These operators are several kernels, or one kernel over sequences of different lengths. Each becomes
+a few stages with matrix work, bytes and a serial part; a stage takes the soft maximum of the three,
+and the stages and a fixed cost add up. How libraries deviate from that is learned
+(docs/operators.md). No feature names a vendor: work is expressed per core, per cache and per cycle,
+so GPUs and TPUs share one model.
 """
 
 from __future__ import annotations
@@ -33,22 +34,21 @@ from .tiles import grouped_tiles
 
 FIT = fitted("blocks")
 
-#: Method whose time holds the host's launches.
+#: Timing method that includes the host's launches.
 HOST = "cuda_event"
 #: Width of an indexer's key (DeepSeek-V3.2, 2025).
 INDEX_WIDTH = 128.0
 #: Kernels, and passes over the tensor, of PyTorch's RMS norm (in f32, operator by operator) and
-#: rotary embedding; passes of its embedding and of a gated activation. Each kernel costs twice
-#: ``kernel``. Medians of rows of split ``train``, alike on H100, RTX 3090 and RTX A6000: norms
-#: of Llama take 25 to 28 µs for few tokens and 8 to 12 passes for many, LayerNorm of Phi 8 µs and
-#: 1.2 passes.
+#: rotary embedding. Each kernel costs twice ``FIT.kernel``. Medians of rows of split ``train``,
+#: which agree on H100, RTX 3090 and RTX A6000: norms of Llama take 25 to 28 µs for few tokens and 8
+#: to 12 passes for many, LayerNorm of Phi 8 µs and 1.2 passes.
 RMS_NORM, ROPE = (6.0, 8.5), (8.0, 6.0)
 
 
 class _Stage(NamedTuple):
-    """One stage of ``n`` operators, ``(n,)`` each: FLOPs, bytes, seconds of tiles and of a chain.
+    """One stage of ``n`` operators, shape ``(n,)`` each: FLOPs, bytes, and seconds of tiles.
 
-    ``serial`` is the time of work that nothing else can hide, such as one block's own stream.
+    ``serial`` is time that nothing else can hide, such as the stream of a single block (seconds).
     """
 
     flops: np.ndarray
@@ -65,18 +65,18 @@ def _staged(
     sizes: dict[str, np.ndarray],
     keys: tuple[str, ...],
 ) -> Physics:
-    """Add up stages; ``sizes`` become features by their logarithms."""
+    """Add up stages; the logarithms of ``sizes`` become features."""
     mc, peak = table.machine(), table.matrix_peak()
     flops, moved, tiles, serial = (np.asarray(sum(parts)) for parts in zip(*stages, strict=True))
     resident = resident_share(moved, mc.cache, 1.1, 0.3)
     memory = stream_seconds(moved, resident, mc)
-    floor = kernels * np.where(table.says("kernel", HOST), FIT.host_s, FIT.kernel / mc.clock)
-    # Stages follow each other, so that limits of different ones add up.
+    floor = kernels * np.where(table.mentions("kernel", HOST), FIT.host_s, FIT.kernel / mc.clock)
+    # Stages run one after the other, so the limits of different stages add up.
     busy = [combine(s.tiles, stream_seconds(s.moved, resident, mc), s.serial) for s in stages]
     base = floor + np.asarray(sum(busy))
     compute = flops / peak
     features = {
-        f"{column}_{word}": table.says(column, word) * 1.0
+        f"{column}_{word}": table.mentions(column, word) * 1.0
         for column, words in BLOCK_FLAGS.items()
         for word in words
     }
@@ -95,7 +95,7 @@ def _staged(
         "wave_fill": fill(waves / mc.cores),
         "resident": resident,
         "log_footprint_cache": np.clip(log2(moved / mc.cache), -12, 12),
-        # Balance of the chip: matrix work for each byte, and bytes for each cycle of a core.
+        # Balance of the chip: matrix work per byte, and bytes per cycle and core.
         **logs(
             ridge=peak / mc.bandwidth,
             core_bandwidth=mc.bandwidth / mc.cores / mc.clock,
@@ -134,24 +134,24 @@ def _pass(table: OpTable) -> Physics:
     rows, cols = table.numbers("rows", "cols")
     mc, none = table.machine(), np.zeros(len(table))
     torch = table.is_("backend", "torch")
-    own_norm = table.says("op", "norm") & ~table.says("distribution", "phi")
-    kinds = [own_norm, table.says("op", "rope"), table.says("op", "emb")]
+    own_norm = table.mentions("op", "norm") & ~table.mentions("distribution", "phi")
+    kinds = [own_norm, table.mentions("op", "rope"), table.mentions("op", "emb")]
     kernels = np.where(torch, 2 * np.select(kinds, [RMS_NORM[0], ROPE[0], 1.0], 1.0), 1.0)
-    # Kernels of a TPU's program follow each other without a launch.
+    # Kernels of a TPU program follow each other without a launch.
     on_tpu = table.is_on(lambda device: device.platform == "tpu")
     kernels = np.where(on_tpu, FIT.tpu_kernel, kernels)
     passes = np.where(torch, np.select(kinds, [RMS_NORM[1], ROPE[1], FIT.embedding], 1.0), 1.0)
-    passes = np.where(table.says("op", "act"), FIT.gated, passes)
+    passes = np.where(table.mentions("op", "act"), FIT.gated, passes)
     moved = rows * cols * 4 * passes
     stage = _Stage(none, moved, moved / mc.vector, none)
     return _staged(table, [stage], kernels, rows, {"rows": rows, "cols": cols}, ("rows", "cols"))
 
 
 def _streams(table: OpTable) -> Physics:
-    """Estimate hyper-connections: ``copies`` residual streams of ``cols`` mixed for each row."""
+    """Estimate hyper-connections: each row mixes ``copies`` residual streams of width ``cols``."""
     rows, cols, copies = table.numbers("rows", "cols", "copies")
     mc, none = table.machine(), np.zeros(len(table))
-    # Copies in, their mix out, and a small product that gives the weights of the mix.
+    # Read the copies, write their mix; a small product computes the weights of the mix.
     width = copies * (copies + 2)
     one = np.ones(len(rows))
     seconds, *_ = grouped_tiles([(one, rows, width, copies * cols)], table.matrix_peak(), mc)
@@ -161,13 +161,13 @@ def _streams(table: OpTable) -> Physics:
 
 
 def _experts(table: OpTable) -> Physics:
-    """Estimate gated experts of one rank: ``routed`` rows over ``experts / ep`` of width inter."""
+    """Estimate one rank's gated experts: ``routed`` rows over ``experts / ep`` experts."""
     tokens, hidden, inter, topk, experts, ep, rows = table.numbers(
         "tokens", "hidden", "inter", "topk", "experts", "ep", "routed"
     )
     mc, none = table.machine(), np.zeros(len(table))
     local = np.maximum(experts / ep, 1)
-    # Experts that get a row when rows fall on them at random.
+    # Expected number of experts that receive a row when rows are assigned at random.
     active = np.maximum(local * -np.expm1(-rows / local), np.minimum(rows, 1))
     depth = np.ceil(rows / active)
     peak = table.matrix_peak()
@@ -184,7 +184,7 @@ def _experts(table: OpTable) -> Physics:
 
 
 def _batch(table: OpTable) -> Physics:
-    """Estimate one call over prefill chunks and decodes of two lengths, heads of one rank."""
+    """Estimate one call over prefill chunks and decodes of two lengths, with one rank's heads."""
     heads, groups, width, batch, q_len, older, n, kv, n_big, kv_big = table.numbers(
         *("q_heads", "kv_heads", "head_dim", "batch", "q_len", "kv_prefill"),
         *("n_decode", "kv_decode", "n_decode_big", "kv_decode_big"),
@@ -199,7 +199,7 @@ def _batch(table: OpTable) -> Physics:
         batch * ((older + q_len) * groups * one + 2 * q_len * heads * width * 2),
         decoded * groups * one + 2 * (n + n_big) * heads * width * 2,
     ]
-    # Seconds of a core for a query row and a key: products, and an exponential.
+    # Core seconds per (query row, key) pair: two products and an exponential.
     pair = (
         4 * width / (peak / mc.cores) / FIT.attention_share + FIT.exponential * mc.cores / mc.vector
     )
@@ -207,16 +207,16 @@ def _batch(table: OpTable) -> Physics:
     blocks = batch * heads * np.ceil(q_len / ROWS)
     tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * ROWS * seen * pair
     longest = np.maximum(np.where(q_len > 0, older + q_len, 0), np.maximum(kv, kv_big))
-    # As many bytes in a cycle as attention.py lets a core stream.
+    # The same bytes per cycle and core as in attention.py.
     rate = np.maximum(FIT.core_rate, 1.5 * mc.bandwidth / mc.cores / mc.clock)
     streamed = decoded * groups * one / rate / mc.clock / mc.cores
     parted = [
         _Stage(flops[0], bytes_[0], tiles, 0 * tiles),
         _Stage(flops[1], bytes_[1], flops[1] / peak / 0.2, streamed),
     ]
-    # A kernel for sequences of any length gives a block of rows to each head of each sequence, a
-    # decode's single row too, and does not split the keys: the longest sequence lasts as long as a
-    # core takes for it (Dao, FlashAttention-2, 2023, section 3.2).
+    # A kernel for sequences of any length assigns a block of rows to each head of each sequence,
+    # even for a decode's single row, and does not split the keys: the longest sequence sets the
+    # time of a core (Dao, FlashAttention-2, 2023, section 3.2).
     rows = batch * heads * np.ceil(q_len / FIT.unsplit_rows)
     count = rows + (n + n_big) * heads
     keys = rows * (older + q_len / 2) + heads * decoded
@@ -242,7 +242,7 @@ def _batch(table: OpTable) -> Physics:
 
 
 def _sparse(table: OpTable) -> Physics:
-    """Estimate projections, an indexer over compressed keys, and attention to those chosen."""
+    """Estimate projections, an indexer over compressed keys, and attention to the selected keys."""
     batch, heads, q_len, older, ratio, latent, groups, index, chosen, window, shared, each = (
         table.numbers(
             *("batch", "heads", "q_len", "kv_history", "ratio", "latent", "groups"),
@@ -253,7 +253,7 @@ def _sparse(table: OpTable) -> Physics:
     tokens, ratio = batch * q_len, np.maximum(ratio, 1)
     weights = shared + heads * each
     narrow = table.mapped("distribution", {"fp8_block": 1.0, "nvfp4": 0.56}, 2.0)
-    # Projections as one product of the same weights, 4096 deep.
+    # All projections as one product with as many weights, 4096 deep.
     deep = np.full(len(tokens), 4096.0)
     products = [(np.ones(len(tokens)), tokens, weights / deep, deep)]
     seconds, tiles, _ = grouped_tiles(products, peak, mc)
@@ -267,7 +267,7 @@ def _sparse(table: OpTable) -> Physics:
     logits = np.where(index > 0, pairs, 0)
     scored = 2 * logits * index * INDEX_WIDTH
     kv = (older + q_len) / ratio
-    # Scores are written in f32 and read by the choice of the largest.
+    # Scores are written in f32 and read by the top-k selection.
     second = _Stage(
         scored,
         np.where(index > 0, batch * kv * INDEX_WIDTH + logits * 8, 0),
@@ -304,24 +304,24 @@ def _read(
     kv: np.ndarray,
     width: np.ndarray,
 ) -> np.ndarray:
-    """Return the bytes of keys that sparse attention reads: each token its own, at most all."""
+    """Return the bytes of keys that sparse attention reads, at most all keys a few times."""
     size = table.mapped("kv_dtype", {"fp8": 1.0}, 2.0)
-    # Tokens of one sequence choose alike, so that the cache holds what several of them read.
+    # Tokens of a sequence select similar keys, so the cache serves what several of them read.
     return np.asarray(np.minimum(tokens * seen, 8 * batch * np.maximum(kv, 1)) * width * size)
 
 
 def _scan(table: OpTable) -> Physics:
-    """Estimate linear attention: a causal convolution, or a scan with a state for each head."""
+    """Estimate linear attention: a causal convolution, or a scan with one state per head."""
     batch, length, key_heads, key, value_heads, value, chunk = table.numbers(
         "batch", "seq_len", "key_heads", "key_dim", "value_heads", "value_dim", "chunk"
     )
     mc = table.machine()
     peak, tokens = table.matrix_peak(), batch * length
     channels = 2 * key_heads * key + value_heads * value
-    conv = table.says("kernel", "conv1d")
+    conv = table.mentions("kernel", "conv1d")
     chunk = np.where(chunk > 0, np.minimum(chunk, length), np.minimum(64, length))
-    # Within a chunk: scores and their products; between chunks: states in and out (Yang et al.,
-    # Gated Delta Networks, 2024; Dao and Gu, Mamba-2, 2024).
+    # Within a chunk: scores and their products; between chunks: states read and written (Yang et
+    # al., Gated Delta Networks, 2024; Dao and Gu, Mamba-2, 2024).
     per_token = chunk * (2 * key + value) + 2 * key * value
     flops = np.where(conv, 8 * tokens * channels, 2 * tokens * value_heads * per_token)
     state = np.where(conv, batch * channels * 8, batch * value_heads * key * value * 8)
@@ -329,7 +329,7 @@ def _scan(table: OpTable) -> Physics:
     blocks = np.where(conv, tokens * channels / 4096, batch * value_heads)
     turns = np.ceil(length / chunk) * np.maximum(1, blocks / mc.cores)
     moved = state + np.where(conv, 2 * tokens * channels * 2, 2 * inside)
-    # Chips with more bandwidth for a core than it can stream do not use all of it.
+    # Chips with more bandwidth per core than a core can stream do not reach their full bandwidth.
     streamed = moved / np.where(conv, FIT.conv_rate, FIT.core_rate) / mc.cores / mc.clock
     steps = np.where(conv | (length == 1), 0, turns * FIT.chunk_step / mc.clock)
     tiles = np.where(conv, flops / mc.vector, flops / peak / FIT.scan_share)
@@ -343,7 +343,7 @@ def _scan(table: OpTable) -> Physics:
     return _staged(table, [stage], 1.0, blocks, sizes, ("batch", "length", "channels"))
 
 
-#: Physics by family.
+#: Estimator by family.
 PHYSICS: dict[str, Callable[[OpTable], Physics]] = {
     "layer/product": _product,
     "layer/pass": _pass,

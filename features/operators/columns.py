@@ -1,4 +1,4 @@
-"""Columns of operators as arrays, and those of one family with the facts of their devices."""
+"""Operator tables as arrays: columns, and the rows of one family with their device figures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class OpRows:
-    """Rows of a table of operators, each column converted once, when it is first asked for.
+    """Rows of an operator table; each column is converted once, on first use.
 
-    A look at a column of a frame takes 20 µs, and a query of one operator looks a hundred times.
-    Texts are places among distinct texts, so that thousands of rows are compared by few.
+    Reading a frame's column takes 20 µs, and a query for one operator reads a hundred columns.
+    Texts are dictionary-encoded, so that comparisons run over the few distinct texts.
 
     Args:
         columns: Values by column, shape ``(n,)`` each.
-        labels: What messages call the rows, ``n`` of them.
+        labels: ``n`` names of the rows for messages.
     """
 
     __slots__ = ("_coded", "_labels", "_origin", "_values")
@@ -38,12 +38,12 @@ class OpRows:
         self._values = dict(columns)
         self._coded: dict[str, tuple[np.ndarray, list[str]]] = {}
         self._labels = labels
-        # Which label is each row's, since they are needed for messages alone.
+        # Index of each row's label; labels are only needed for messages.
         self._origin = np.arange(len(labels))
 
     @classmethod
     def of(cls, rows: pd.DataFrame | OpRows) -> OpRows:
-        """Take a frame's columns; rows of this class stay as they are."""
+        """Wrap a frame; an ``OpRows`` is returned unchanged."""
         if isinstance(rows, OpRows):
             return rows
         labels = rows["id"].to_numpy() if "id" in rows else rows.index
@@ -51,7 +51,7 @@ class OpRows:
 
     @classmethod
     def of_one(cls, row: Mapping[str, object]) -> OpRows:
-        """Take a single operator, as :func:`~.query.parse_op` gives it."""
+        """Wrap a single operator, as returned by :func:`~.query.parse_op`."""
         return cls(
             {c: np.array([v], object if isinstance(v, str) else None) for c, v in row.items()}, (0,)
         )
@@ -61,19 +61,19 @@ class OpRows:
         return len(self._origin)
 
     def __contains__(self, column: object) -> bool:
-        """Whether there is a column of this name."""
+        """Whether a column of this name exists."""
         return column in self._values or column in self._coded
 
     def numbers(self, column: str) -> np.ndarray:
-        """Return a column as float64, shape ``(n,)``; missing values are nan.
+        """Return a column as float64, shape ``(n,)``; missing values are NaN.
 
         Raises:
-            DatasetError: It holds what is no number.
+            DatasetError: The column contains something that is not a number.
         """
         if column not in self._values:
             return np.full(len(self), np.nan)
         values = self._values[column]
-        # Plain NumPy columns convert at once; nullable and object columns take the slow path below.
+        # Plain NumPy columns convert directly; nullable and object columns take the slow path.
         if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":
             return np.asarray(values).astype(np.float64)
         import pandas as pd
@@ -82,15 +82,15 @@ class OpRows:
             return pd.Series(values).to_numpy(np.float64, na_value=np.nan)
         except (ValueError, TypeError) as error:
             raise DatasetError(
-                f"column {column!r} holds what is no number: {error}",
+                f"column {column!r} contains something that is not a number: {error}",
                 where=f"{len(self)} rows of operators",
             ) from None
 
     def codes(self, column: str) -> tuple[np.ndarray, list[str]]:
-        """Give each row's place among the distinct texts of a column, shape ``(n,)``, and these.
+        """Return each row's index into a column's distinct texts, shape ``(n,)``, and the texts.
 
-        Missing values are empty texts, and so is a column that is not there. Rows that were taken
-        from others (:meth:`take`) keep the distinct texts of those.
+        Missing values, and missing columns, are empty texts. Rows selected from others
+        (:meth:`take`) keep all of the originals' distinct texts.
         """
         found = self._coded.get(column)
         if found is None and column not in self._values:
@@ -109,17 +109,17 @@ class OpRows:
         return np.asarray(np.array(names, object)[code])
 
     def where(self, column: str, holds: Callable[[str], bool]) -> np.ndarray:
-        """Return whether a condition holds for each row's text of a column, bool, ``(n,)``."""
+        """Return where a condition holds for the text in a column, bool, shape ``(n,)``."""
         code, names = self.codes(column)
         return np.asarray(np.array([holds(name) for name in names], bool)[code])
 
     def combined(self, columns: Iterable[str]) -> tuple[np.ndarray, list[tuple[str, ...]]]:
-        """Give each row's place among the distinct combinations of texts, and these."""
+        """Return each row's index into the distinct combinations of texts, and these."""
         code = np.zeros(len(self), np.intp)
         combinations: list[tuple[str, ...]] = [()]
         for column in columns:
             own, names = self.codes(column)
-            # Texts repeat: only combinations that occur are written, each once.
+            # Texts repeat: only combinations that occur are built, each once.
             code, both = distinct(code * len(names) + own)
             combinations = [
                 (*combinations[pair // len(names)], names[pair % len(names)]) for pair in both
@@ -146,14 +146,14 @@ class OpRows:
         return part
 
     def frame(self) -> pd.DataFrame:
-        """Return a frame of these rows, indexed by number."""
+        """Return the rows as a frame with a default index."""
         import pandas as pd
 
         values = {c: self.texts(c) for c in self._coded} | self._values
         return pd.DataFrame({c: np.asarray(own) for c, own in values.items()})
 
     def label(self, row: int) -> object:
-        """Return what messages call a row: its ``id``, else its index in the table."""
+        """Return the name of a row for messages: its ``id``, else its index in the table."""
         return self._labels[int(self._origin[row])]
 
 
@@ -164,9 +164,9 @@ class OpTable:
     Attributes:
         family: One of :data:`~opcast.features.operators.schema.FAMILIES`.
         columns: Parameters, float64, shape ``(n,)`` each; missing ones are nan.
-        rows: What the operators' text parameters are read from.
-        code: Index into ``devices``, shape ``(n,)``.
-        devices: Descriptions.
+        rows: Source of the operators' text parameters.
+        code: Index of each row's device in ``devices``, shape ``(n,)``.
+        devices: Device descriptions.
     """
 
     family: str
@@ -183,13 +183,13 @@ class OpTable:
         parameters: tuple[str, ...],
         devices: Mapping[str, DeviceSpec],
     ) -> OpTable:
-        """Take the rows of a table, all of one family.
+        """Build a table from rows that are all of one family.
 
         Args:
-            rows: Columns of a published table; ``device`` names the device.
-            family: Its family.
-            parameters: Integer columns that the family has.
-            devices: Descriptions by the names in ``device``.
+            rows: Columns of a published table; column ``device`` names the device.
+            family: The family of the rows.
+            parameters: Integer columns of the family.
+            devices: Device descriptions by the names in ``device``.
         """
         rows = OpRows.of(rows)
         # Devices as small integers: their figures are looked up by index for millions of rows.
@@ -215,23 +215,23 @@ class OpTable:
         return np.asarray(np.array([holds(device) for device in self.devices], bool)[self.code])
 
     def mapped(self, column: str, table: Mapping[str, float], default: float) -> np.ndarray:
-        """Look up a figure by a text column."""
+        """Look up a number by the text in a column, shape ``(n,)``."""
         code, values = self.rows.codes(column)
         figures: np.ndarray = np.array([table.get(v, default) for v in values], np.float64)
         return np.asarray(figures[code])
 
-    def says(self, column: str, *words: str) -> np.ndarray:
-        """Return whether a text column holds any of the words, bool."""
+    def mentions(self, column: str, *words: str) -> np.ndarray:
+        """Return where the text in a column contains any of the words, bool, shape ``(n,)``."""
         code, values = self.rows.codes(column)
-        # Texts repeat: the search runs over the distinct ones.
+        # Texts repeat, so only the distinct ones are searched.
         has = [any(w in v.lower() for w in words) for v in values]
-        # Mostly none or all, which needs no look-up.
+        # All or none match in most cases, which needs no look-up.
         if all(has) or not any(has):
             return np.full(len(code), bool(has) and has[0])
         return np.asarray(np.array(has, bool)[code])
 
     def is_(self, column: str, value: str) -> np.ndarray:
-        """Return whether a text column has the value, bool."""
+        """Return where a text column equals the value, bool, shape ``(n,)``."""
         code, values = self.rows.codes(column)
         return code == values.index(value) if value in values else np.zeros(len(code), bool)
 
@@ -241,62 +241,62 @@ class OpTable:
         table: Mapping[tuple[str, ...], tuple[float, ...]],
         default: tuple[float, ...],
     ) -> np.ndarray:
-        """Look up figures by two text columns, shape ``(figures, n)``."""
+        """Look up numbers by the texts in two columns, shape ``(n_numbers, n)``."""
         (first, left), (second, right) = (self.rows.codes(column) for column in pair)
         figures = [[table.get((a, b), default) for b in right] for a in left]
         return np.asarray(np.array(figures, np.float64)[first, second].T)
 
     @property
     def weight_bytes(self) -> np.ndarray:
-        """Bytes of a stored weight."""
+        """Bytes of a stored weight, shape ``(n,)``."""
         bits = {name: kind.weight_bits for name, kind in TABLE_FORMATS.items()}
         return self.mapped("dtype", bits, 16.0) / 8
 
     @property
     def activation_bytes(self) -> np.ndarray:
-        """Bytes of an activation as the matrix unit reads it."""
+        """Bytes of an activation as the matrix unit reads it, shape ``(n,)``."""
         bits = {name: kind.activation_bits for name, kind in TABLE_FORMATS.items()}
         return self.mapped("dtype", bits, 16.0) / 8
 
     def matrix_peak(self) -> np.ndarray:
-        """Return the dense FLOP/s of each row's dtype on its device, by its data sheet."""
+        """Return the data sheet's dense FLOP/s for each row's dtype and device."""
         return self._rates(lambda device, dtype: device.matrix_peak(dtype))
 
     def vector_peak(self) -> np.ndarray:
-        """Return the element-wise FLOP/s of each row's dtype on its device."""
+        """Return the element-wise FLOP/s for each row's dtype and device."""
         return self._rates(lambda device, dtype: device.vector_peak(dtype))
 
     def power_rate(self) -> np.ndarray:
-        """Return the FLOP/s that the power limit feeds; infinite where that is not known."""
-        # Energies are known for FP32 operations alone (`_NM16` … in devices/rules.py).
+        """Return the FLOP/s sustainable within the power limit; infinite where it is unknown."""
+        # The energy per operation is known for FP32 only (`f32_joules` of the architectures).
         return self._rates(lambda device, dtype: power_rate(device) if dtype == "f32" else np.inf)
 
     def _rates(self, rate: Callable[[DeviceSpec, str], float]) -> np.ndarray:
         code, values = self.rows.codes("dtype")
         formats = [TABLE_FORMATS.get(v, TABLE_FORMATS["bf16"]) for v in values]
-        # One rate for each pair of device and dtype, spread over the rows by index.
+        # One rate for each pair of device and dtype, gathered per row by index.
         rates = np.array(
             [[rate(d, format_rate(kind, d)) for kind in formats] for d in self.devices]
         )
         return np.asarray(rates[self.code, code])
 
     def machine(self, *, multiprocessors: bool = False) -> Machine:
-        """Return the facts of each row's device.
+        """Return device figures per row.
 
         Args:
-            multiprocessors: Count cores as multiprocessors of GPUs: estimates whose tiles and ports
-                are those of one mean nothing for the core of a TPU, or of a device that is
-                described without a count.
+            multiprocessors: Count cores in GPU multiprocessors, for estimates with a
+                multiprocessor's tiles and ports, which do not apply to a TPU core or to a device
+                described without a core count.
         """
         cores = multiprocessors_of if multiprocessors else lambda device: float(device.core_count)
-        # A usual boost clock, for devices described without one: fixed costs are in cycles.
+        # A typical boost clock for devices described without one: fixed costs are in cycles.
         clock = self.of_device(lambda d: d.clock_hz or 1.5e9)
         count = self.of_device(cores)
         matrix = self.of_device(lambda d: d.matrix_peak("bf16"))
         return Machine(
             cores=count,
             clock=clock,
-            # Never zero: it divides footprints. One byte means that nothing is resident.
+            # Never zero, since footprints are divided by it. One byte: nothing is resident.
             cache=self.of_device(lambda d: max(d.cache_bytes, 1.0)),
             cache_bandwidth=self.of_device(lambda d: d.levels[0].bandwidth),
             bandwidth=self.of_device(lambda d: d.bandwidth),
@@ -305,7 +305,7 @@ class OpTable:
         )
 
 
-#: So few values are told apart in Python.
+#: Largest number of values that :func:`distinct` processes without pandas.
 _FEW = 64
 
 
@@ -319,11 +319,11 @@ def _at(values: pd.Series | np.ndarray, rows: np.ndarray) -> pd.Series | np.ndar
 
 
 def distinct(values: pd.Series | np.ndarray) -> tuple[np.ndarray, list[Any]]:
-    """Give each value's place among the distinct ones, in the order in which they come, and these.
+    """Return each value's index into the distinct ones, in order of first occurrence, and these.
 
-    Missing values have place -1.
+    Missing values have index -1.
     """
-    # Of few values pandas would make a table first, and its import takes half a second.
+    # For few values, pandas' overhead dominates, and importing it takes half a second.
     if len(values) <= _FEW and isinstance(values, np.ndarray):
         listed = values.tolist()
         if values.dtype.kind in "iu" or all(type(value) is str for value in listed):

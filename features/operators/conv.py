@@ -1,9 +1,9 @@
-"""Physics of convolutions: of eager calls as products, of tuned libraries by algorithm.
+"""Physics of convolutions: eager calls as products, tuned libraries by algorithm.
 
-A library of convolutions in one to three dimensions, forward and both gradients, times several
-algorithms and keeps the fastest. Each is estimated on its own, their soft minimum is the estimate,
-and their ratios to it are features, so that a regressor learns when a library has an algorithm and
-how well it runs.
+Libraries for convolutions in one to three dimensions, forward and both gradients, time several
+algorithms and keep the fastest. Each algorithm is estimated separately; the estimate is their soft
+minimum. The ratios to it are features, from which a regressor learns when a library has an
+algorithm and how well it runs.
 """
 
 from __future__ import annotations
@@ -33,49 +33,48 @@ from .tiles import tile_seconds, tile_waves
 
 FIT = fitted("convolutions")
 _COSTS = FIT.tables["costs"]
-#: Share of a matrix unit from which on algorithms on it count; below, they never pay. Rates of the
-#: same unit in two formats differ by rounding.
+#: Smallest fraction of a matrix unit for which algorithms on it are considered; below it they never
+#: pay. Rates of the same unit in two formats differ by rounding.
 _LEAST = 0.05
-#: How much longer algorithms on a matrix unit take where it is no faster than the vector unit.
-#: Engineering estimate, small enough that one per cent of its rate is no cliff.
+#: Slowdown of matrix-unit algorithms where the matrix unit is no faster than the vector unit.
+#: Engineering estimate, small enough that a change of one per cent in the rate causes no jump.
 _PARTLY = 3.7
-#: Directions, by the column ``op``: the result, the gradient of the input, that of the weights.
+#: Directions in column ``op``: the result, the gradient of the input, that of the weights.
 DIRECTIONS = ("fwd", "bwd_data", "bwd_weights")
-#: Products that a Winograd transform with 3 × 3 filters saves at best (Lavin and Gray, Fast
-#: Algorithms for Convolutional Neural Networks, 2016); kernels of larger tiles save 4.
+#: Largest reduction of multiplications by a Winograd transform of 3 × 3 filters (Lavin and Gray,
+#: Fast Algorithms for Convolutional Neural Networks, 2016): kernels with larger tiles save a factor
+#: of 4.
 WINOGRAD_SAVING = 4.0
-#: Architectures for which MIOpen's kernels, written for earlier chips, are not made: they form no
-#: pairs of instructions of the vector unit, multiply 16-bit numbers at half the rate of the matrix
-#: units' newest instructions (CDNA 3 instruction set), and none is an implicit product in one
-#: kernel, which wins no row of MI300X and a third of those of MI250X.
+#: Architectures newer than those that MIOpen's kernels were written for: the kernels do not pair
+#: vector instructions, multiply 16-bit numbers at half the rate of the newest matrix instructions
+#: (CDNA 3 instruction set), and include no single-kernel implicit product, which wins no row of
+#: MI300X but a third of those of MI250X.
 LATER = ("cdna3", "cdna4")
-#: Power of the soft minimum over algorithms: a sharp one, since only one runs.
+#: Exponent of the soft minimum over algorithms; sharp, because only one of them runs.
 _SHARPNESS = 6.0
 
 
 def conv(table: OpTable) -> Physics:
     """Estimate a square, dense 2-D convolution in NCHW without bias.
 
-    It counts as an implicit product ``m = batch × out²``, ``n = cout``, ``k = cin × ksize²``
-    (Chetlur et al., cuDNN: Efficient Primitives for Deep Learning, 2014). A 3 × 3 filter of stride
-    1 may run as a Winograd transform with 2.25 times fewer products (Lavin and Gray, 2016).
+    It is treated as an implicit product ``m = batch × out²``, ``n = cout``, ``k = cin × ksize²``
+    (Chetlur et al., cuDNN: Efficient Primitives for Deep Learning, 2014). A 3 × 3 filter with
+    stride 1 may run as a Winograd transform with 2.25 times fewer products (Lavin and Gray, 2016).
     """
     batch, cin, cout, size, inside, stride, pad = table.numbers(
         "batch", "cin", "cout", "ksize", "insize", "stride", "pad"
     )
-    mc, peak = (
-        table.machine(multiprocessors=True),
-        np.minimum(table.matrix_peak(), table.power_rate()),
-    )
+    mc = table.machine(multiprocessors=True)
+    peak = np.minimum(table.matrix_peak(), table.power_rate())
     out = np.maximum(np.floor((inside + 2 * pad - size) / stride) + 1, 1)
     m, n, k = batch * out**2, cout, cin * size**2
     product = (np.ones(len(m)), m, n, k)
-    # All published convolutions are in fp32, four bytes an element.
+    # All published convolutions are in fp32, four bytes per element.
     moved = 4 * (batch * cin * inside**2 + cin * cout * size**2 + m * n)
     t_tiles, waves, tile_use = tile_seconds(product, peak, mc)
     t_compute = 2 * m * n * k / peak
     winograd = (size == 3) & (stride == 1)
-    # F(2 × 2, 3 × 3) saves 2.25 times the products, but its transforms cost vector work, and
+    # F(2 × 2, 3 × 3) saves a factor of 2.25 in products, but its transforms cost vector work and
     # libraries do not always choose it: 1.6 is an engineering estimate.
     t_tiles = np.where(winograd, t_tiles / 1.6, t_tiles)
     resident = resident_share(moved, mc.cache, 1.0, 0.5)
@@ -83,7 +82,7 @@ def conv(table: OpTable) -> Physics:
     floor = np.full(len(m), fitted("products").eager_floor_s)
     base = floor + combine(t_tiles, t_memory)
     features = {
-        # Shares of the parts in the estimate, as for products (gemm.py).
+        # Contribution of each part to the estimate, as for products (gemm.py).
         **logs(tiles_base=t_tiles / base, memory_base=t_memory / base),
         "floor_base": floor / base,
         **logs(cycles=base * mc.clock, intensity=t_compute / t_memory, waves=waves),
@@ -96,7 +95,7 @@ def conv(table: OpTable) -> Physics:
         "stride": stride,
         "pad": pad,
         "winograd": winograd * 1.0,
-        # Alignments that vectorised loads and tiles of output channels ask for.
+        # Alignments required by vectorised loads and tiles of output channels.
         **multiples(cin=(cin, (4, 32)), cout=(cout, (32,)), out=(out, (8,))),
         "cout_fill": cout / (np.ceil(cout / 64) * 64),
         **tile_waves(product, mc, SHOWN),
@@ -125,11 +124,11 @@ class _Problem:
     Attributes:
         batch: Images.
         groups: Groups.
-        cin: Input channels of a group.
-        cout: Output channels of a group.
-        inside: Input positions of an image.
-        outside: Output positions of an image.
-        taps: Weights of a filter, per pair of channels.
+        cin: Input channels per group.
+        cout: Output channels per group.
+        inside: Input positions per image.
+        outside: Output positions per image.
+        taps: Weights of a filter per pair of channels.
         steps: Product of the strides.
     """
 
@@ -144,11 +143,11 @@ class _Problem:
 
 
 def library_conv(table: OpTable) -> Physics:
-    """Estimate a convolution of :data:`DIRECTIONS` as the fastest of a library's algorithms.
+    """Estimate a convolution (:data:`DIRECTIONS`) as the fastest of a library's algorithms.
 
-    The algorithms: an implicit product on matrix units (Chetlur et al., cuDNN: Efficient Primitives
-    for Deep Learning, 2014), the same on transposed tensors, a product of each image's unfolded
-    columns, Winograd's transform, and direct sums on the vector unit.
+    Algorithms: an implicit product on matrix units (Chetlur et al., cuDNN: Efficient Primitives for
+    Deep Learning, 2014), the same on transposed tensors, a product per image on unfolded columns,
+    Winograd's transform, and direct sums on the vector unit.
     """
     one = _problem(table)
     mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
@@ -170,15 +169,15 @@ def library_conv(table: OpTable) -> Physics:
     stacked = np.stack(list(ways.values()))
     base = np.asarray((stacked**-_SHARPNESS).sum(axis=0) ** (-1 / _SHARPNESS))
     launches = np.array([_COSTS[name][0] for name in ways])[stacked.argmin(axis=0)] * 1e-6
-    # The soft minimum lies below the fastest; the share of launches is the latter's.
+    # The soft minimum is below the fastest algorithm, whose share of launches is kept.
     floor = launches * base / stacked.min(axis=0)
     numbers = table.columns
     features = {
-        # Shares of the parts in the estimate, as for products (gemm.py).
+        # Contribution of each part to the estimate, as for products (gemm.py).
         **logs(tiles_base=t_tiles / base, memory_base=t_memory / base),
         "floor_base": floor / base,
         **logs(sums_base=t_sums / base),
-        # How much slower than the estimate each algorithm is; absent ones are far slower.
+        # How much slower than the estimate each algorithm is; unavailable ones are far slower.
         **{f"log_{name}_base": np.minimum(log2(way / base), 20.0) for name, way in ways.items()},
         **logs(
             cycles=base * mc.clock,
@@ -191,7 +190,7 @@ def library_conv(table: OpTable) -> Physics:
         "resident": resident,
         **{f"is_{name}": values * 1.0 for name, values in direction.items()},
         **{f"dtype_{d}": table.is_("dtype", d) * 1.0 for d in DTYPES["conv_nd"]},
-        # The product that it is, then the convolution: libraries choose the algorithm by both.
+        # Sizes as a product, then as a convolution: libraries choose the algorithm by both.
         **logs(m=m, n=n, k=k, batch=one.batch, groups=one.groups),
         "depthwise": ((one.cin == 1) & (one.groups > 1)) * 1.0,
         **logs(cin=one.cin, cout=one.cout, inside=one.inside, outside=one.outside),
@@ -220,7 +219,7 @@ def library_conv(table: OpTable) -> Physics:
     )
 
 
-#: Columns that are features as they are.
+#: Columns used as features unchanged.
 _SHOWN = ("kh", "kw", "kd", "stride_h", "stride_w", "stride_d", "pad_h", "pad_w")
 
 
@@ -256,7 +255,7 @@ def _product(
     pixels = one.batch * one.outside
     m, n, k = pixels, one.cout, one.cin * one.taps
     data, weights = direction["bwd_data"], direction["bwd_weights"]
-    # Each input position meets only the taps that its place within the stride lets it.
+    # Each input position meets only the taps that match its offset within the stride.
     m = np.where(data, one.batch * one.inside, m)
     n = np.where(data, one.cin, n)
     k = np.where(data, one.cout * np.maximum(one.taps / one.steps, 1), k)
@@ -272,12 +271,12 @@ def _ways(
     times: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     mc: Machine,
 ) -> dict[str, np.ndarray]:
-    """Return the seconds of each algorithm, infinite where there is none, shape ``(n,)`` each.
+    """Return the seconds of each algorithm, infinite where unavailable, shape ``(n,)`` each.
 
     Args:
         table: The convolutions.
         one: Their sizes.
-        direction: Which of :data:`DIRECTIONS` each is.
+        direction: Rows of each of :data:`DIRECTIONS`.
         times: Seconds of the tiles, of the traffic and of the sums on the vector unit, and bytes of
             input and output.
         mc: Their devices.
@@ -285,8 +284,8 @@ def _ways(
     tiles, memory, sums, images = times
     numbers = table.columns
     last = numbers["channels_last"] > 0
-    # How far a chip has a matrix unit for the format: not at the rate of the vector unit, wholly at
-    # twice that, as nearly all that were measured; between, algorithms on it take longer.
+    # How much of a matrix unit the chip has for the format: none at the vector unit's rate, a full
+    # one at twice that, as on nearly all measured chips; in between, its algorithms take longer.
     matrix = np.clip(np.log2(table.matrix_peak() / _vector_rate(table)), 0.0, 1.0)
     longer = _PARTLY ** (1 - matrix)
     flat = numbers["ndim"] < 3
@@ -335,7 +334,7 @@ def _ways(
 
 
 def _vector_rate(table: OpTable) -> np.ndarray:
-    """Return the FLOP/s of the vector unit without pairs of instructions, shape ``(n,)``."""
+    """Return the FLOP/s of the vector unit without paired instructions, shape ``(n,)``."""
     paired = table.is_on(lambda device: device.architecture in LATER)
     return np.asarray(table.vector_peak() / (1 + paired))
 
@@ -349,7 +348,7 @@ def _has_winograd(table: OpTable) -> np.ndarray:
 
 
 def _alignment(one: _Problem, m: np.ndarray, n: np.ndarray, k: np.ndarray) -> dict[str, np.ndarray]:
-    """Alignments that vectorised loads and tiles of channels ask for."""
+    """Return alignment features for vectorised loads and tiles of channels."""
     features: dict[str, np.ndarray] = {}
     for name, size in (("cin", one.cin), ("cout", one.cout)):
         features |= multiples(**{name: (size, (4, 8, 32))})

@@ -1,4 +1,4 @@
-"""Operator tables to features: physics first, one family at a time."""
+"""Compute the features of operator tables: a physical estimate first, one family at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .schema import BLOCKS, FAMILIES, MAY_BE_ZERO, OPTIONAL, parameters_of
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Raised whenever the meaning or the set of a family's features changes.
+#: Incremented whenever the meaning or the set of a family's features changes.
 OPS_VERSION = 1
 
-#: Physics by group of parameters.
+#: Estimator by group of parameters.
 _PHYSICS: dict[str, Callable[[OpTable], Physics]] = {
     "gemm": gemm,
     "conv": conv,
@@ -48,15 +48,15 @@ class OpFeatures:
         X: Features, float32, shape ``(n, d)``, finite.
         names: Their ``d`` names.
         base_s: Analytical estimate in seconds, shape ``(n,)``, positive.
-        roofline_s: Roofline in seconds, shape ``(n,)``.
-        floor_s: Fixed cost within ``base_s``, shape ``(n,)``.
+        roofline_s: Roofline bound in seconds, shape ``(n,)``.
+        floor_s: Fixed cost included in ``base_s``, seconds, shape ``(n,)``.
         flops: Operations, shape ``(n,)``.
         moved: Compulsory bytes, shape ``(n,)``.
-        bound: What limits it: ``compute``, ``memory`` or ``latency``, shape ``(n,)``.
-        kernels: Kernels of a call, of which all seconds are the mean, shape ``(n,)``.
-        general: Which features say nothing but how the kernel lies on its device, bool ``(d,)``.
-        keys: Positions of the features that span the domain.
-        irs: Texts of the kernels, object, shape ``(n,)``, if they were asked for.
+        bound: Bottleneck: ``compute``, ``memory`` or ``latency``, shape ``(n,)``.
+        kernels: Kernels per call, over which all seconds are averaged, shape ``(n,)``.
+        general: Which features do not identify a device, bool, shape ``(d,)``.
+        keys: Indices of the features in which distances between operators are measured.
+        irs: HLO texts of the kernels, object, shape ``(n,)``, if requested.
     """
 
     X: np.ndarray
@@ -75,7 +75,7 @@ class OpFeatures:
     def take(self, rows: np.ndarray) -> OpFeatures:
         """Select rows by position or mask."""
         own = {name: getattr(self, name) for name in self.__slots__}
-        # The rest is of the features, not of the rows.
+        # The remaining attributes belong to the features, not to the rows.
         of_rows = {n for n in own if n not in ("names", "general", "keys") and own[n] is not None}
         return OpFeatures(**{**own, **{name: own[name][rows] for name in of_rows}})
 
@@ -91,8 +91,8 @@ def op_features(
     Args:
         rows: Rows of one family, with the columns of its group of parameters.
         family: One of :data:`~opcast.features.operators.schema.FAMILIES` or ``BLOCKS``.
-        devices: Descriptions by the values of the column ``device``.
-        texts: Whether to write the kernels' texts, too.
+        devices: Descriptions by the values of column ``device``.
+        texts: Whether to also write the kernels as HLO.
 
     Raises:
         DatasetError: The family is unknown, or a row lacks a parameter or has one out of range.
@@ -102,7 +102,7 @@ def op_features(
         raise DatasetError(f"no operator family {family!r}", hint=f"families are: {known}")
     table = OpTable.of(rows, family, parameters_of(family), devices)
     _check(table)
-    # Both branches of each `np.where` are evaluated; the one not taken may divide by zero.
+    # Both branches of each `np.where` are evaluated; the discarded one may divide by zero.
     with np.errstate(divide="ignore", invalid="ignore"):
         physics = (PHYSICS.get(family) or _PHYSICS[FAMILIES[family]])(table)
     names = tuple(physics.features)
@@ -120,7 +120,7 @@ def op_features(
         floor_s=physics.fixed_s,
         flops=physics.flops,
         moved=physics.moved,
-        # More than half of the time is a fixed cost: neither peak matters much.
+        # If a fixed cost exceeds half of the time, neither peak matters much.
         bound=np.where(physics.fixed_s > 0.5 * physics.base_s, "latency", limited).astype(object),
         kernels=np.broadcast_to(physics.kernels, len(table)),
         general=general,
@@ -133,7 +133,7 @@ def op_features(
 def _positions(
     names: tuple[str, ...], specific: tuple[str, ...], keys: tuple[str, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which features do not identify a device, and where those lie that span the domain."""
+    """Return which features do not identify a device, and the indices of the key features."""
     general = np.array([name not in specific for name in names])
     return general, np.array([names.index(key) for key in keys])
 
@@ -142,7 +142,7 @@ def _check(table: OpTable) -> None:
     for name, values in table.columns.items():
         if name in OPTIONAL:
             continue
-        # Written so that NaN (a missing value) counts as bad.
+        # Written so that NaN (a missing value) fails the check.
         zero = name in MAY_BE_ZERO or table.family in BLOCKS
         bad = ~(values >= (0 if zero else 1))
         if bad.any():
@@ -157,7 +157,7 @@ def _check(table: OpTable) -> None:
 
 @cache
 def ops_schema_hash(family: str) -> str:
-    """Digest a family's features; models store it and refuse another."""
+    """Return a digest of a family's features; models store it and reject any other."""
     text = "\n".join((str(OPS_VERSION), family, *feature_names(family)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -169,13 +169,6 @@ def feature_names(family: str) -> tuple[str, ...]:
     return op_features(OpRows.of_one(row), family, {"any": _ANY}).names
 
 
-# A device of ones: feature names do not depend on the figures.
-_ANY = DeviceSpec(
-    "any",
-    "gpu",
-    {"f32": 1.0},
-    {"f32": 1.0},
-    (MemoryLevel(1.0, 1.0), MemoryLevel(1.0, 1.0)),
-    1.0,
-    clock_hz=1.0,
-)
+# A device with all figures 1, since feature names do not depend on them.
+_LEVELS = (MemoryLevel(1.0, 1.0), MemoryLevel(1.0, 1.0))
+_ANY = DeviceSpec("any", "gpu", {"f32": 1.0}, {"f32": 1.0}, _LEVELS, 1.0, clock_hz=1.0)

@@ -1,6 +1,6 @@
 """Physics of matrix products: tiles, waves, split-K, rotating weights, quantisation.
 
-A mixture of experts is two grouped products over the experts that have tokens.
+A mixture of experts is two grouped products over the experts that receive tokens.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .schema import DTYPES
 from .tiles import autotuned_tiles, grouped_tiles, tile_seconds, tile_waves, tuned_tiles
 
 FIT, TUNED, EXPERTS = fitted("products"), fitted("tuned_products"), fitted("experts")
-#: Exponents of the published distributions of tokens over experts; any other name is balanced.
+#: Exponents of the published distributions of tokens over experts; any other name means balanced.
 SKEW = {"power_law_1.01": 1.01, "power_law_1.2": 1.2}
 
-#: Tiles whose waves are features, of products in general and of tuned libraries.
+#: Tiles whose wave counts are features, for products in general and for tuned libraries.
 SHOWN = ((128, 128), (256, 128), (64, 64), (64, 128), (128, 64), (32, 32))
 TUNED_SHOWN = ((256, 128), (128, 128), (64, 128), (64, 64), (16, 64))
-#: Products that nothing precedes.
+#: Quantisation costs of a product whose activations are not quantised.
 _NOTHING = (0.0, 0.0, 0.0, 0.0)
 _QUANTISED = {
     "graph/linear": FIT.rows("quantisation"),
     "graph/bmm": FIT.rows("batched_quantisation"),
 }
 FLOOR_CYCLES = FIT.numbers("floor_cycles")
-#: Methods whose products are those of library_tiles.py; eager ones are in fp32, on vector units.
+#: Methods estimated by library_tiles.py; eager products are fp32, on vector units.
 LIBRARY = ("graph/", "kernel/")
 
 
@@ -57,14 +57,14 @@ def gemm(table: OpTable) -> Physics:
     sizes = product_bytes(b, m, n, k, table.weight_bytes, table.activation_bytes)
     weights, activations, out = sizes
     resident, footprint, copies = _residence(table, sizes, mc)
-    # Only weights are rotated: activations are warm in every method, since benchmarks reuse one
+    # Only weights are rotated: activations are warm in every method because benchmarks reuse one
     # buffer (README of the tensor-core pack).
     small = resident_share(activations + out, mc.cache, 1.2, 0.8)
     t_weights = stream_seconds(weights, resident, mc)
     t_memory = t_weights + stream_seconds(activations + out, small, mc)
     autotuned = table.family.startswith("xla/")
     floor = floor_s(table, mc)
-    # The tiles of an autotuned product and of a library know the latency of a step themselves.
+    # The tile models for autotuned and library products already include the latency per step.
     t_depth, kernels, chosen = np.zeros(len(table)), np.ones(len(table)), {}
     if autotuned:
         tuned = autotuned_tiles(table, size, peak, mc, floor, t_memory)
@@ -77,26 +77,26 @@ def gemm(table: OpTable) -> Physics:
     else:
         t_tiles, waves, tile_use = tile_seconds(size, peak, mc)
         t_depth = k * FIT.depth / mc.clock
-    # Apart from the tiles: what stalls a kernel at its boost clock (tiles, latencies) leaves power
-    # unused, so a chip at its power limit is not slower by both, but by the larger one. XLA's tool
-    # times single kernels, too short for the limit.
+    # Separate from the tiles: whatever stalls a kernel at its boost clock (tiles, latencies) leaves
+    # power unused, so a chip at its power limit is slowed by the larger of the two, not by both.
+    # XLA's tool times single kernels, which are too short to reach the limit.
     flops = 2 * b * m * n * k
     t_power = np.zeros(len(table)) if autotuned else flops / table.power_rate()
     t_peak = flops / peak
     t_compute = np.maximum(t_peak, t_power)
     t_quant = _quantisation(table, b * m, k, small, mc)
     # Arithmetic and transfers overlap almost completely in pipelined GEMMs, hence a sharper maximum
-    # than elsewhere. Depth and quantisation come before or after and add up.
-    # XLA's tool gives the median over the kernels of all runs, which of two is their mean: half of
-    # the call (README of the XLA pack).
+    # than elsewhere. Depth latency and quantisation come before or after and add up.
+    # XLA's tool reports the median over the kernels of all runs; for two kernels per call that is
+    # their mean, half of the call (README of the XLA pack).
     base = floor + combine(t_tiles, t_memory, t_power, power=4.0) / kernels + t_depth + t_quant
-    # At data-sheet rates, each operand once, from where it lies. Quantisation is left out, and so
-    # is the power limit, which holds for seconds but not for a single call.
+    # At data-sheet rates, each operand once, from where it resides. Quantisation is excluded, and
+    # so is the power limit, which applies over seconds but not to a single call.
     t_least = least_seconds(weights, resident, mc) + least_seconds(activations + out, small, mc)
     features = {
         **flags(table, DTYPES["gemm"]),
-        # Shares of the parts in the estimate: where one limit takes all the time, the learned ratio
-        # is a property of that part (docs/operator-learning.md, Slopes).
+        # Contribution of each part to the estimate: where one limit takes all the time, the learned
+        # ratio is a property of that part (docs/operator-learning.md, Slopes).
         **logs(
             tiles_base=t_tiles / base, memory_base=t_memory / base, compute_base=t_compute / base
         ),
@@ -104,33 +104,33 @@ def gemm(table: OpTable) -> Physics:
         "depth_base": t_depth / base,
         "floor_base": floor / base,
         "weights_base": t_weights / base,
-        # Time in cycles, not seconds: overheads in cycles are alike on chips of unlike clocks. And
-        # how the best tiling fits the device.
+        # Time in cycles, since overheads in cycles agree on chips with different clocks; then how
+        # well the best tiling fits the device.
         **logs(cycles=base * mc.clock, intensity=t_compute / t_memory, waves=waves),
         "wave_fill": fill(waves),
         "tile_use": tile_use,
         **chosen,
-        # Where operands lie when the kernel starts.
+        # Where operands reside when the kernel starts.
         "resident": resident,
         "activations_resident": small,
         "log_footprint_cache": np.clip(log2(footprint / mc.cache), -6, 6),
-        # Sizes themselves, for the dispatch rules of libraries.
+        # Sizes, for the dispatch rules of libraries.
         **logs(m=m, n=n, k=k, b=b),
         **tile_waves(size, mc, SHOWN),
-        # Alignments that kernels ask for, and the padding of few rows to a tile.
+        # Alignments that kernels require, and the padding of few rows to a tile.
         **fills(m=(m, (16, 64, 128, 256))),
         **multiples(m=(m, (8,)), n=(n, (128, 256)), k=(k, (128, 32))),
         **multiples(n=(n, (32,))),
         "copies": copies,
-        # Ratios that combine a size with one property of the chip let trees recognise the device:
-        # they are `specific` below and withheld from models for unseen devices.
+        # Ratios of a size to a single property of the chip let trees recognise the device: they are
+        # `specific` below and withheld from models for unseen devices.
         "log_weights_cache": np.clip(log2(weights / mc.cache), -8, 8),
         "log_activations_cache": np.clip(log2((activations + out) / mc.cache), -10, 8),
         **logs(tile_cycles=k * 2 * 128 * 128 * mc.cores / peak * mc.clock, n_cores=n / mc.cores),
     }
     return Physics(
         base,
-        # Of the same mean of kernels as the estimate.
+        # Averaged over the kernels of a call, like the estimate.
         t_peak / kernels,
         t_least / kernels,
         floor,
@@ -144,12 +144,12 @@ def gemm(table: OpTable) -> Physics:
 
 
 def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
-    """Return the time of a kernel without work in seconds, shape ``(n,)``."""
+    """Return the fixed cost of a kernel in seconds, shape ``(n,)``."""
     method = table.family.split("/")[0]
     if method == "eager":
         return np.full(len(table), FIT.eager_floor_s)
-    # Intel's Arc B60 is the only device of another vendor with replayed graphs: one rough factor
-    # for it. XLA's kernels start within the same cycles on MI300X as on H100.
+    # Intel's Arc B60 is the only non-NVIDIA device with replayed graphs: one rough factor covers
+    # it. XLA's kernels start within the same number of cycles on MI300X as on H100.
     other = other_vendor(table, 1.0 if method == "xla" else 10.0)
     return np.asarray(FLOOR_CYCLES[method] / machine.clock * other)
 
@@ -157,15 +157,15 @@ def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
 def _residence(
     table: OpTable, sizes: tuple[np.ndarray, np.ndarray, np.ndarray], mc: Machine
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the share of the weights in the cache, footprint in bytes, and copies in rotation.
+    """Return the cached fraction of the weights, footprint in bytes, and number of weight copies.
 
-    Graph-timed tables rotate copies of the weights: six in vLLM and SGLang (one for nvfp4 in vLLM),
-    in TensorRT-LLM as many as fill the cache, up to five, and one if one exceeds it. The others
-    call again with the same operands.
+    Graph-timed benchmarks rotate copies of the weights: six in vLLM and SGLang (one for nvfp4 in
+    vLLM); in TensorRT-LLM as many as fill the cache, at most five, and one if a copy exceeds it.
+    Other methods call again with the same operands.
     """
     weights, activations, out = sizes
     if not table.family.startswith("graph/"):
-        # XLA's tool runs two sets of arguments in turn (README of the XLA pack).
+        # XLA's tool alternates between two sets of arguments (README of the XLA pack).
         sets = 2.0 if table.family.startswith("xla/") else 1.0
         footprint = sets * (weights + activations + out)
         return resident_share(footprint, mc.cache, 1.0, 0.5), footprint, np.ones(len(table))
@@ -182,13 +182,13 @@ def _residence(
 def _quantisation(
     table: OpTable, rows: np.ndarray, k: np.ndarray, resident: np.ndarray, mc: Machine
 ) -> np.ndarray:
-    """Estimate the kernels that narrow 16-bit activations before the product, where they run."""
+    """Estimate the seconds of kernels that quantise 16-bit activations before the product."""
     figures = _QUANTISED.get(table.family, {})
     launch, row, moved, element = table.by_pair(("dtype", "backend"), figures, _NOTHING)
-    # Rows are dealt out whole to cores (one block a row), elements evenly.
+    # Whole rows are assigned to cores (one block per row), elements evenly.
     cycles = launch + row * np.ceil(rows / mc.cores) + element * rows * k / mc.cores
     seconds = cycles / mc.clock + stream_seconds(rows * k * moved, resident, mc)
-    # Without units of its format, a chip widens the weights and leaves activations as they are.
+    # Without units for the format, a chip widens the weights and leaves activations unchanged.
     own = table.matrix_peak() > table.of_device(lambda device: device.matrix_peak("bf16"))
     wide = table.activation_bytes >= 2
     return np.where(own | wide, seconds, 0.0)
@@ -197,14 +197,14 @@ def _quantisation(
 def tuned_gemm(table: OpTable) -> Physics:
     """Estimate the fastest of a library's hundreds of kernels for one product.
 
-    Tables of tuned libraries list the least time over all kernels, with operands quantised already.
+    Tables of tuned libraries list the minimum over all kernels, with operands already quantised.
     """
     b, m, n, k = size = table.numbers("b", "m", "n", "k")
     mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
     out = np.maximum(table.activation_bytes, 2.0) * b * m * n
     operands = table.weight_bytes * b * n * k + table.activation_bytes * b * m * k
     moved = operands + out
-    # Operands that the benchmark rotates are in no cache (README of the kernel pack).
+    # Rotated operands are never cached (README of the kernel pack).
     rotated = table.columns["rotated"] > 0
     resident = np.where(rotated, 0.0, resident_share(moved, mc.cache, 1.0, 0.5))
     cold = moved / (mc.bandwidth * TUNED.cold)
@@ -250,13 +250,13 @@ def _matrix_share(table: OpTable) -> np.ndarray:
 
 
 def _clock_share(device: DeviceSpec) -> float:
-    """Share of the clock that the power limit leaves full matrix units, up to 1."""
+    """Return the fraction of the clock that the power limit leaves to full matrix units."""
     joules = TUNED.numbers("joules").get(device.architecture, 0.0) * device.matrix_peak("bf16")
     return min(device.power_w / joules, 1.0) if joules and device.power_w else 1.0
 
 
 def moe(table: OpTable) -> Physics:
-    """Estimate the experts of one rank: the busiest one if the draw is skewed."""
+    """Estimate the experts of one rank, the busiest one if the routing is skewed."""
     tokens, hidden, full, topk, experts, tp, ep = table.numbers(
         "tokens", "hidden", "inter", "topk", "experts", "tp", "ep"
     )
@@ -265,11 +265,11 @@ def moe(table: OpTable) -> Physics:
     skew = table.mapped("distribution", SKEW, 0.0)
     rows, active = busy_rank(tokens, topk, experts, ep, skew)
     rows = np.where(_everywhere(table), tokens * topk, rows)
-    triton = table.says("kernel", "triton", "fused_moe", "marlin")
+    triton = table.mentions("kernel", "triton", "fused_moe", "marlin")
     bare = _ungated(table, full, topk, experts)
-    # Gate, up and down projection; without a gate, up and down.
+    # Gate, up and down projection; up and down only where there is no gate.
     matrices = np.where(bare, 2.0, 3.0)
-    # Experts are treated as equally loaded from here on; the skew shows in rows and active.
+    # Experts are treated as equally loaded below; `rows` and `active` account for the skew.
     depth = np.maximum(rows / active, 1)
     flops = expert_flops(tokens, topk, ep, hidden, inner, 2.0) * matrices
     weights = active * hidden * inner * matrices * table.weight_bytes
@@ -287,15 +287,15 @@ def moe(table: OpTable) -> Physics:
         tokens * topk / mc.cores * np.where(triton, EXPERTS.route_triton, EXPERTS.route) / mc.clock
     )
     floor = _floor(table, mc)
-    # Weights are prefetched while products run. Routing and the passes over activations are kernels
-    # before, between and after them, so they add up.
+    # Weights are prefetched while products run. Routing and the passes over activations are
+    # separate kernels before, between and after the products, so their times add up.
     base = floor + t_streams + t_route + combine(t_tiles + t_blocks, t_memory)
     t_compute = flops / peak
     features = {
         **flags(table, DTYPES["moe"]),
         "skew": skew,
         "ungated": bare * 1.0,
-        # Shares of the parts in the estimate, as for other products.
+        # Contribution of each part to the estimate, as for other products.
         **logs(
             tiles_base=t_tiles / base, memory_base=t_memory / base, compute_base=t_compute / base
         ),
@@ -305,7 +305,7 @@ def moe(table: OpTable) -> Physics:
         "tile_use": use,
         "resident": resident,
         "log_footprint_cache": np.clip(log2(footprint / mc.cache), -6, 8),
-        # Rows of an expert, and how many experts have any: they decide which grouped kernel pays.
+        # Rows per expert and number of active experts decide which grouped kernel pays.
         **logs(depth=depth, active=active),
         "active_share": active / local,
         **logs(tokens=tokens, hidden=hidden, inner=inner),
@@ -319,7 +319,7 @@ def moe(table: OpTable) -> Physics:
         "route_base": t_route / base,
         **logs(
             blocks_base=t_blocks / base,
-            # Load of the busiest rank over that of an average one.
+            # Load of the busiest rank relative to the mean.
             busy=rows * ep / (tokens * topk),
             local_cores=local / mc.cores,
         ),
@@ -352,25 +352,27 @@ def _ungated(
 
 def _everywhere(table: OpTable) -> np.ndarray:
     """Return where each rank computes the rows of all ranks (TensorRT-LLM's Triton kernel)."""
-    return np.asarray(table.is_("backend", "trtllm") & table.says("kernel", "triton_fp8"))
+    return np.asarray(table.is_("backend", "trtllm") & table.mentions("kernel", "triton_fp8"))
 
 
 def _generated(table: OpTable) -> np.ndarray:
-    """Return the rows of kernels that TensorRT-LLM generates, bool, shape ``(n,)``.
+    """Return where TensorRT-LLM's generated kernels run, bool, shape ``(n,)``.
 
-    Its own flow takes them for 4-bit experts with 8-bit activations, and where it is tuned for
-    latency; other libraries call them by way of FlashInfer.
+    TensorRT-LLM uses them for 4-bit experts with 8-bit activations and when tuned for latency;
+    other libraries call them through FlashInfer.
     """
     chip = table.is_on(lambda device: device.architecture in GENERATED)
     narrow = table.is_("backend", "trtllm") & table.is_("dtype", "w4a8_mxfp4_mxfp8")
-    return np.asarray(chip & (table.says("kernel", "min_latency", "flashinfer_trtllm") | narrow))
+    return np.asarray(
+        chip & (table.mentions("kernel", "min_latency", "flashinfer_trtllm") | narrow)
+    )
 
 
 def _floor(table: OpTable, mc: Machine) -> np.ndarray:
     narrow = table.is_("dtype", "nvfp4") | table.is_("dtype", "w4a8_mxfp4_mxfp8")
     cycles = EXPERTS.floor_cycles + np.where(narrow, EXPERTS.floor_narrow, 0.0)
     cycles = np.where(_generated(table), EXPERTS.generated_floor, cycles)
-    # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
+    # Intel's Arc B60 is the only non-NVIDIA device with such rows: one rough factor covers it.
     return np.asarray(cycles / mc.clock * other_vendor(table, 2.0))
 
 
@@ -379,9 +381,9 @@ def _streams(
 ) -> np.ndarray:
     """Return the bytes of activations that the group of kernels moves, shape ``(n,)``.
 
-    Gather and quantise, two intermediate results, weighted sum.
+    These are gather and quantise, two intermediate results, and a weighted sum.
     """
-    # 2 bytes are a value of bf16; 4 are two of them (gate and up), or one of f32 (the sum).
+    # 2 bytes are one bf16 value; 4 bytes are two of these (gate and up) or one f32 value (the sum).
     width = table.activation_bytes
     return np.asarray(
         rows * (hidden * (2 + width) + inner * (4 + width + 2))

@@ -1,10 +1,10 @@
-"""Operators of published tables as HLO kernels, and back.
+"""Convert operators of published tables to HLO kernels, and back.
 
 Every operator becomes a canonical one-instruction module with its true shapes: products as ``dot``,
-convolutions as ``convolution``, passes over memory as loop fusions, and what no HLO op says (fused
-attention, experts, products of quantised operands) as a custom call. The root's ``backend_config``
-carries the operator's parameters, who ran it and how it was timed under ``published_op``, so that
-the row can be read back from the text alone.
+convolutions as ``convolution``, passes over memory as loop fusions, and operators without an HLO
+equivalent (fused attention, experts, products of quantised operands) as custom calls. The root's
+``backend_config`` stores the operator's parameters, library and timing method under
+``published_op``, so that the row can be recovered from the text alone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .schema import FAMILIES, NAMES, OPTIONAL, PARAMETERS
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Key of the root's ``backend_config`` under which the operator's parameters are.
+#: Key of the root's ``backend_config`` that holds the operator's parameters.
 CONFIG = "published_op"
-# The text of the key as `json.dumps` writes it first in the configuration: a plain search finds it
-# without parsing HLO, which matters for millions of rows.
+# Start of the configuration as `json.dumps` writes it: a plain search finds it without parsing HLO,
+# which matters for millions of rows.
 _MARK = f'{{"{CONFIG}":'
 
-#: Target of custom calls that only this package reads.
+#: Prefix of custom-call targets that only this package interprets.
 TARGET = "opcast.op"
 
 Row = JsonMapping
@@ -89,21 +89,21 @@ def _gemm(row: Row, config: str) -> str:
 
 
 def _quantised(dtype: str, shape: tuple[int, int, int, int], config: str) -> str:
-    """Write a product with narrow weights, 16-bit activations and scales for blocks."""
+    """Write a product with narrow weights, 16-bit activations and block scales."""
     b, m, n, k = shape
     batch = f"{b}," if b > 1 else ""
     types = [f"bf16[{batch}{m},{k}]", f"{TABLE_FORMATS[dtype].weights}[{batch}{k},{n}]"]
     if block := TABLE_FORMATS[dtype].block:
         deep = -(-k // block)
-        # Block scales of fp8 cover 128 × 128 weights; those of the 4-bit formats lie along the
-        # depth only.
+        # Block scales of fp8 cover 128 × 128 weights; those of 4-bit formats run along the depth
+        # only.
         wide = -(-n // 128) if dtype == "fp8_block" else n
         types.append(f"f8e4m3fn[{batch}{deep},{wide}]")
     return _call(types, f"bf16[{batch}{m},{n}]", f"{TARGET}.quantized_gemm", config)
 
 
 def _conv(row: Row, config: str) -> str:
-    """Write a square convolution in two dimensions; published ones are all in f32."""
+    """Write a square 2-D convolution; published ones are all in f32."""
     sizes = {"n": "batch", "c": "cin", "k": "cout"}
     sizes |= {f"{of}{a}": name for of, name in _SQUARE.items() for a in "hw"}
     fixed = {"op": "fwd", "ndim": 2, "dtype": "fp32", "groups": 1, "channels_last": 0}
@@ -111,15 +111,15 @@ def _conv(row: Row, config: str) -> str:
     return _conv_nd({**fixed, "dil_h": 1, "dil_w": 1, **own}, config)
 
 
-#: Columns of square convolutions by what the names of others begin with.
+#: Columns of square convolutions by the prefix of the corresponding general columns.
 _SQUARE = {"": "insize", "k": "ksize", "stride_": "stride", "pad_": "pad"}
 
 
 def _conv_nd(row: Row, config: str) -> str:
     """Write a convolution in one to three dimensions; gradients are custom calls.
 
-    A gradient is a convolution of a dilated or transposed array, of which libraries compute what
-    meets data only.
+    A gradient is a convolution of a dilated or transposed array, of which libraries compute only
+    the part that meets data.
     """
     axes = "dhw"[3 - int(row["ndim"]) :]
     sizes = {a: _along(row, a) for a in axes}
@@ -144,7 +144,7 @@ def _conv_nd(row: Row, config: str) -> str:
         ("pad", [f"{size.pad}_{size.pad}" for size in sizes.values()], "0_0"),
         ("rhs_dilate", [str(size.hole) for size in sizes.values()], "1"),
     ):
-        # The printer leaves out what is usual, and texts have to be canonical.
+        # The printer omits default values, and texts have to be canonical.
         if set(values) != {usual}:
             window += f" {name}={'x'.join(values)}"
     places = "012"[: len(axes)]
@@ -158,7 +158,7 @@ def _conv_nd(row: Row, config: str) -> str:
 
 
 class _Along(NamedTuple):
-    """One dimension of a convolution: places of the result, taps, stride, padding, dilation."""
+    """One dimension of a convolution: output size, taps, stride, padding, dilation."""
 
     out: int
     taps: int
@@ -175,7 +175,7 @@ def _along(row: Row, axis: str) -> _Along:
 
 
 def _tuned_gemm(row: Row, config: str) -> str:
-    """Write a product whose operands are both in their format already."""
+    """Write a product whose operands are already in their format."""
     form = TABLE_FORMATS[row["dtype"]]
     # Narrow products return 16 bits for the next layer.
     out = form.weights if form.weight_bits >= 16 else "bf16"
@@ -233,7 +233,7 @@ class _Pass:
 
 @cache
 def _passes() -> dict[str, tuple[_Pass, str]]:
-    """Templates of element-wise and row-wise operators, with their opcode, by operator."""
+    """Return template and opcode of element-wise and row-wise operators by name."""
     each = [_Pass(**own) for own in own_data("features/operators/hlo_passes.yaml")]
     return {op: (own, opcode) for own in each for op, opcode in own.ops.items()}
 
@@ -247,7 +247,7 @@ def _attention(row: Row, config: str) -> str:
         f"bf16[{batch},{q_len},{heads},{d_key}]",
         f"{cached}[{batch},{kv_len},{groups},{d_key}]",
     ]
-    if row["family"] != "generation_mla":  # whose values are part of the latent keys
+    if row["family"] != "generation_mla":  # its values are part of the latent keys
         types.append(f"{cached}[{batch},{kv_len},{groups},{d_value}]")
     result = f"bf16[{batch},{q_len},{heads},{d_value}]"
     return _call(types, result, f"{TARGET}.attention", config)
@@ -268,7 +268,7 @@ def _moe(row: Row, config: str) -> str:
     return _call(types, f"bf16[{tokens},{hidden}]", f"{TARGET}.moe", config)
 
 
-#: Templates by group of families.
+#: Writers by group of families.
 TEMPLATES: dict[str, Callable[[Row, str], str]] = {
     "gemm": _gemm,
     "conv": _conv,
@@ -284,10 +284,10 @@ def op_ir(row: Row) -> str:
     """Write an operator's kernel as HLO text.
 
     Args:
-        row: ``method`` and the columns of its family's parameters and names.
+        row: ``method``, and the numeric and text parameters of its family.
 
     Raises:
-        DatasetError: The family, the dtype or the op is unknown, or a parameter is missing.
+        DatasetError: The family, dtype or op is unknown, or a parameter is missing.
     """
     key = f"{row['method']}/{row['family']}"
     if key not in FAMILIES:
@@ -298,13 +298,13 @@ def op_ir(row: Row) -> str:
         raise DatasetError(
             f"no dtype {dtype!r} of operators", hint="dtypes: " + ", ".join(TABLE_FORMATS)
         )
-    # Without spaces and in a fixed order: the text is hashed, and `_MARK` is searched in it.
+    # Compact and in a fixed order, because the text is hashed and searched for `_MARK`.
     config = json.dumps({CONFIG: _config(row, group)}, separators=(",", ":"))
     return TEMPLATES[group](row, config)
 
 
 def op_texts(frame: pd.DataFrame, family: str) -> list[str]:
-    """Write the kernels of a table's rows, all of one family, as HLO texts.
+    """Write the kernels of rows of one family as HLO texts.
 
     Raises:
         DatasetError: As :func:`op_ir`, with the row's ``id``.
@@ -320,7 +320,7 @@ def op_texts(frame: pd.DataFrame, family: str) -> list[str]:
 
 
 def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, object]]:
-    """Parameters of each row as plain Python values."""
+    """Yield the parameters of each row as plain Python values."""
     method, own = family.split("/")
     whole = [c for c in PARAMETERS[FAMILIES[family]] if c in frame]
     text = [c for c in NAMES if c in frame and c != "family"]
@@ -335,7 +335,7 @@ def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, object]]:
 
 
 def read_op(ir: str) -> dict[str, object] | None:
-    """Parameters of a kernel that :func:`op_ir` wrote; ``None`` for any other kernel."""
+    """Return the parameters of a kernel written by :func:`op_ir`, or ``None`` for other kernels."""
     start = ir.find(_MARK)
     if start < 0:
         return None
@@ -344,11 +344,11 @@ def read_op(ir: str) -> dict[str, object] | None:
 
 
 def op_frame(irs: Iterable[str]) -> pd.DataFrame:
-    """Make a table of the kernels' operators, one row each; other kernels have no ``method``."""
+    """Make a table of the kernels' operators, one row each; other kernels have an empty method."""
     import pandas as pd
 
     rows = [read_op(ir) or {"method": ""} for ir in irs]
-    # A fixed order of columns, whatever the first kernel has; unknown ones come last.
+    # A fixed column order, whatever the first kernel contains; unknown columns come last.
     wanted = ["method", *NAMES, *dict.fromkeys(c for g in PARAMETERS.values() for c in g)]
     frame = pd.DataFrame(rows)
     return frame.reindex(columns=[*wanted, *(c for c in frame if c not in wanted)])

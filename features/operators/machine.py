@@ -1,4 +1,4 @@
-"""What operators ask of their devices: rates of formats, of a board's power, and of a core."""
+"""Device figures that operator estimates need: rates of formats, of a power limit and of a core."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..cost.formats import Format
 from ..devices.device import DeviceSpec
 from ..devices.rules import IDLE_W, rules_of
 
-#: Voltage at a vanishing clock over that at the boost clock. With this share the chips of one
-#: process agree on the energy of an operation: H100, which its power holds at 0.74 of its peak, and
-#: L4, at 0.28 (`f32_joules` in generations/architectures.yaml).
+#: Voltage as the clock approaches zero, relative to that at the boost clock. With this value, chips
+#: of one process agree on the energy of an operation: H100, whose power limit holds it at 0.74 of
+#: its peak, and L4, at 0.28 (`f32_joules` in generations/architectures.yaml).
 _LEAST_VOLTAGE = 0.5
 
 
 def power_rate(spec: DeviceSpec) -> float:
-    """Return the FP32 operations per second that a device's power limit feeds.
+    """Return the FP32 operations per second that a device's power limit sustains.
 
-    An operation takes ``energy · voltage²``, and the voltage falls with the clock, linearly: of the
-    peak, the share ``s`` is left at which ``s · (v + (1 - v) · s)²`` is the power over that of the
-    peak at the boost clock. Infinite where the power limit or the energy of an operation on the
-    chip's process is not known.
+    An operation takes ``energy · voltage²``, and the voltage falls linearly with the clock. The
+    sustained fraction ``s`` of the peak solves ``s · (v + (1 - v) · s)² = p``, where ``p`` is the
+    available power over that of the peak at the boost clock. Infinite where the power limit or the
+    energy of an operation on the chip's process is unknown.
     """
     energy = rules_of(spec.architecture, spec.platform).f32_joules
     if spec.power_w <= IDLE_W or not energy:
@@ -33,9 +33,9 @@ def power_rate(spec: DeviceSpec) -> float:
 
 
 def _clock_share(power: float) -> float:
-    """Share of the boost clock at a share of its power, by Newton's method from above."""
+    """Return the fraction of the boost clock at a fraction of its power, by Newton's method."""
     least, share = _LEAST_VOLTAGE, 1.0
-    # The power is convex in the clock, so no step passes the root; eight reach double precision.
+    # Power is convex in the clock, so no step from above passes the root; eight steps converge.
     for _ in range(8):
         voltage = least + (1.0 - least) * share
         slope = voltage * (voltage + 2.0 * (1.0 - least) * share)
@@ -46,7 +46,7 @@ def _clock_share(power: float) -> float:
 def format_rate(kind: Format, device: DeviceSpec) -> str:
     """Return the HLO type at whose rate a device multiplies a format.
 
-    Without units for 4-bit floats (types without have the rate of the next wider one), libraries
+    Without units for 4-bit floats (absent types have the rate of the next wider one), libraries
     widen the weights to the 16 bits of the activations, as Marlin's kernels do.
     """
     narrow = "f4e2m1fn"
@@ -54,16 +54,16 @@ def format_rate(kind: Format, device: DeviceSpec) -> str:
     return "bf16" if kind.rate == narrow and lacks else kind.rate
 
 
-#: 16-bit operations a clock of a multiprocessor of H100, and of the widest core that was measured:
-#: data-centre Blackwell's.
+#: 16-bit operations per clock of an H100 multiprocessor, and of the widest measured core
+#: (data-centre Blackwell).
 _MULTIPROCESSOR, WIDEST = 4096.0, 8192.0
 
 
 def multiprocessors_of(device: DeviceSpec) -> float:
-    """Cores of a device; of one with systolic arrays, the multiprocessors of H100 that do as much.
+    """Return a device's cores; for systolic arrays, the number of equivalent H100 multiprocessors.
 
-    Counts alone decide, not rates: waves of tiles are whole, and one per cent more clock must not
-    make other ones.
+    The count does not depend on rates: waves of tiles are whole, and one per cent more clock must
+    not change their number.
     """
     arrays = 2.0 * device.array_rows * device.array_columns * device.arrays_per_core
     return max(device.core_count, device.core_count * arrays / _MULTIPROCESSOR, 1.0)
@@ -71,10 +71,10 @@ def multiprocessors_of(device: DeviceSpec) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Device facts, one a row: SMs, clock (Hz), last-level cache (bytes), rates (1/s).
+    """Device figures, one per row: SMs, clock (Hz), last-level cache (bytes), rates (1/s).
 
-    ``width`` is how many times wider than any measured one a core's matrix unit is, at least 1:
-    makers widen the ways into and out of a core with the unit.
+    ``width`` is the width of a core's matrix unit relative to the widest measured one, at least 1:
+    vendors widen the paths into and out of a core together with the unit.
     """
 
     cores: np.ndarray

@@ -1,8 +1,8 @@
-"""What a kernel of a library is asked to do: family, sizes and formats; its FLOPs and its bytes.
+"""Library operators with family, sizes and formats; their FLOPs and bytes.
 
-Steps, serving, programs of PyTorch and published tables ask for operators, and count their work,
-by the functions here. An addition counts as one FLOP and a multiplication as another, so a product
-of ``m × k`` by ``k × n`` is ``2 m n k``. Sizes may be numbers or arrays. Terms are multiplied from
+Steps, serving, PyTorch programs and published tables all describe operators and count their work
+with the functions here. An addition and a multiplication count as one FLOP each, so a product of
+``m × k`` by ``k × n`` is ``2 m n k``. Sizes may be numbers or arrays. Factors are multiplied from
 left to right as written: products of whole numbers are exact below ``2**53``, so that a step and a
 table agree to the bit.
 """
@@ -23,25 +23,25 @@ from .schema import PARAMETERS
 
 Size = TypeVar("Size", float, np.ndarray)
 
-#: Inner width, experts of a token and experts of models without a gate, whose activation is a
-#: squared ReLU: Nemotron 3 (``mlp_hidden_act`` of their configurations).
+#: (inner width, experts per token, experts) of models without a gate, whose activation is a squared
+#: ReLU: Nemotron 3 (``mlp_hidden_act`` in the configurations).
 UNGATED = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
 
-#: Mark of TensorRT-LLM's kernels for them.
+#: Part of the names of TensorRT-LLM's kernels for experts without a gate.
 NO_GATE = "nongated"
 
 
 class Family(NamedTuple):
-    """Facts of a family of operators.
+    """Properties of a family of operators.
 
     Attributes:
-        sizes: Names of the numbers of an operator's shape.
-        kind: ``product``, ``attention``, ``experts`` or ``memory`` (a pass over it).
-        launches: Kernels that a framework launches when it runs line by line: its own, and the
-            casts, copies and reshapes around it. Counted in eager PyTorch for a bf16 decoder layer:
-            rotary positions alone are a dozen element-wise kernels; a mixture of experts sorts,
-            permutes, counts and scatters.
-        tensors: Of ``rows × cols`` that a pass over memory touches.
+        sizes: Names of the dimensions of an operator's shape.
+        kind: ``product``, ``attention``, ``experts`` or ``memory`` (a pass over memory).
+        launches: Kernels that an eager framework launches: the operator's kernel and the casts,
+            copies and reshapes around it. Counted in eager PyTorch for a bf16 decoder layer: rotary
+            positions alone are a dozen element-wise kernels; a mixture of experts sorts, permutes,
+            counts and scatters.
+        tensors: Tensors of ``rows × cols`` elements that a pass over memory touches.
     """
 
     sizes: tuple[str, ...]
@@ -51,9 +51,9 @@ class Family(NamedTuple):
 
 
 _PASS = ("rows", "cols")
-#: Attention is asked for with the heads of one rank; one causal query is a step of decoding. The
-#: shape of a convolution is that of the product that it computes, one for each group. ``move``
-#: stands for anything that only moves bytes.
+#: Attention has the heads of one rank; one causal query is a decode step. The shape of a
+#: convolution is that of its implicit product, one per group. ``move`` is any operation that only
+#: moves bytes.
 OP_FAMILIES = {
     "linear": Family(("m", "n", "k"), "product"),
     "bmm": Family(("b", "m", "n", "k"), "product"),
@@ -71,30 +71,30 @@ OP_FAMILIES = {
     "add": Family(_PASS, launches=1, tensors=3.0),
     "move": Family(("bytes",)),
 }
-#: Variants of an operator that count otherwise: latent attention with keys and values of each head
-#: made from the latent before, and with one latent for all heads, whose values are part of its
-#: keys (DeepSeek-V2, 2024, section 2.1.2).
+#: Variants of latent attention whose work differs: keys and values of each head expanded from the
+#: latent beforehand, or one latent for all heads whose values are part of its keys (DeepSeek-V2,
+#: 2024, section 2.1.2).
 EXPANDED, ABSORBED = "expanded", "absorbed"
-#: Variant of products and experts whose operands were quantised by passes of their own.
+#: Variant of products and experts whose operands are quantised by separate passes.
 QUANTIZED = "quantized"
-#: Variant of experts that get rows which other ranks sorted by expert and sent.
+#: Variant of experts that receive rows already sorted by expert from other ranks.
 DISPATCHED = "dispatched"
 
 
 class Op(NamedTuple):
-    """One operator of a device.
+    """One operator on one device.
 
     Attributes:
         family: A key of :data:`OP_FAMILIES`.
         shape: Its sizes.
-        dtype: Format of the weights, or what attention and passes compute in.
-        scale: Its time over that of the operator of this shape: backward passes of operators that
-            are only known forward.
-        variant: Such as :data:`QUANTIZED`, :data:`ABSORBED`, or a library of attention.
-        name: Its role in the model, such as ``qkv``.
-        cache: Format of the key-value cache; empty for that of the queries.
-        window: Tokens that attention sees at most; 0 for all.
-        skew: Exponent of the loads of experts (:func:`busy_rank`).
+        dtype: Format of the weights, or of the arithmetic of attention and passes.
+        scale: Ratio of its work and time to those of the operator of this shape, for backward
+            passes of operators that are only measured forward.
+        variant: Such as :data:`QUANTIZED`, :data:`ABSORBED`, or an attention library.
+        name: Role in the model, such as ``qkv``.
+        cache: Format of the KV cache; empty for that of the queries.
+        window: Most tokens that attention sees; 0 for all.
+        skew: Exponent of the expert load distribution (:func:`busy_rank`).
         traffic: Bytes moved where they do not follow from the shape; 0 where they do.
     """
 
@@ -116,25 +116,25 @@ class Op(NamedTuple):
 
     @property
     def launches(self) -> int:
-        """Kernels that the host launches where nothing is compiled or captured."""
+        """Kernels that the host launches if nothing is compiled or captured."""
         return OP_FAMILIES[self.family].launches
 
     @property
     def format(self) -> Format:
-        """Of its operands."""
+        """Format of its operands."""
         return FORMATS[self.dtype]
 
     def sizes(self) -> dict[str, int]:
-        """Its shape by name."""
+        """Return the shape by dimension name."""
         return dict(zip(OP_FAMILIES[self.family].sizes, self.shape, strict=True))
 
     def flops(self) -> float:
-        """Return the matrix FLOPs, ``scale`` included; passes over memory count as none."""
+        """Return the matrix FLOPs, including ``scale``; passes over memory count as zero."""
         if self.kind == "product":
             return 2.0 * prod(self.shape) * self.scale
         if self.kind == "attention":
             batch, heads, _, keys, values, q_len, kv_len, causal = self.shape
-            # Visible pairs alone: fused attention skips blocks above the diagonal.
+            # Visible pairs only: fused attention skips blocks above the diagonal.
             pairs = visible_pairs(q_len, kv_len, self.window, bool(causal))
             return attention_flops(batch, heads, pairs, float(keys + values)) * self.scale
         if self.kind == "experts":
@@ -144,7 +144,7 @@ class Op(NamedTuple):
         return 0.0
 
     def moved(self) -> float:
-        """Return the bytes that have to be read or written once, ``scale`` included."""
+        """Return the bytes that have to be read or written once, including ``scale``."""
         return (self.traffic or self._moved()) * self.scale
 
     def _moved(self) -> float:
@@ -180,31 +180,31 @@ class Op(NamedTuple):
         return width * OP_FAMILIES[self.family].tensors * prod(self.shape)
 
     def least_s(self, spec: DeviceSpec) -> float:
-        """Seconds of its arithmetic at the dense peak of its format, the least that it takes."""
+        """Return the seconds of its arithmetic at the dense peak of its format, a lower bound."""
         return self.flops() / self.format.peak_on(spec)
 
 
 def least_seconds(ops: Sequence[Op], spec: DeviceSpec) -> np.ndarray:
-    """Return the times that no kernel of an operator falls below, shape ``(n,)``.
+    """Return lower bounds on operators' times in seconds, shape ``(n,)``.
 
-    Its FLOPs at the dense peak of its format, and its bytes (:func:`moving_s`). Convolutions by
-    Winograd's and Fourier transforms save multiplications, and are bound by their bytes alone.
+    The bound is the larger of FLOPs at the dense peak of the format and bytes (:func:`moving_s`).
+    Convolutions by Winograd or Fourier transforms save multiplications, so only bytes bound them.
     """
     products = np.array([0.0 if op.family == "conv" else op.least_s(spec) for op in ops])
     return np.asarray(np.maximum(products, moving_s(np.array([op.moved() for op in ops]), spec)))
 
 
 def moving_s(moved: np.ndarray, spec: DeviceSpec) -> np.ndarray:
-    """Return the least seconds to move bytes, shape ``(n,)``.
+    """Return a lower bound on the seconds to move bytes, shape ``(n,)``.
 
-    On-chip memory may serve what fits there, whoever left it there, at its own rate, and main
-    memory the rest at the data sheet's. Of more, a cache keeps less and less, and nothing of twice
-    its capacity: each pass replaces what the next one asks for. Of 850,000 published rows 205 fall
-    below by up to 5 %, and 88 of attention by more.
+    On-chip memory may serve whatever fits there, whoever left it there, at its bandwidth, and main
+    memory the rest at the data sheet's. Beyond its capacity a cache retains less and less, and
+    nothing of twice its capacity, since each pass evicts what the next one needs. Of 850,000
+    published rows, 205 are below the bound by up to 5 %, and 88 attention rows by more.
     """
     near, rate = spec.cache_bytes, max(level.bandwidth for level in spec.levels)
     if spec.platform == "tpu":
-        # What the compiler keeps in VMEM may never be moved, however much there is beside it.
+        # Data that the compiler keeps in VMEM may never be moved, however much else there is.
         near, rate = max(near, spec.core_count * spec.shared_bytes_per_core), np.inf
         kept = np.minimum(moved, near)
     else:
@@ -218,12 +218,12 @@ def product_bytes(
     """Return the bytes of weights, activations and result of ``b`` products.
 
     Args:
-        b: Products.
+        b: Number of products.
         m: Rows of the activations.
         n: Columns of the weights.
         k: Depth.
-        weight: Bytes of a weight.
-        activation: Bytes of an activation.
+        weight: Bytes per weight.
+        activation: Bytes per activation.
     """
     # Frameworks let 8- and 4-bit products return 16 bits for the next layer.
     out = np.maximum(activation, 2.0)
@@ -231,10 +231,10 @@ def product_bytes(
 
 
 def visible_pairs(q_len: float, kv_len: float, window: float = 0.0, causal: bool = True) -> float:
-    """Count the (query, key) pairs of attention of the last ``q_len`` of ``kv_len`` positions.
+    """Count the (query, key) pairs of attention over the last ``q_len`` of ``kv_len`` positions.
 
     Causal query ``i`` sees ``kv_len - q_len + 1 + i`` keys, at most ``window`` (0: no window). The
-    sum is an arithmetic series until the window is reached, and constant after.
+    sum grows arithmetically until the window is reached and is constant afterwards.
     """
     reach = min(window or kv_len, kv_len)
     if not causal:
@@ -247,16 +247,15 @@ def visible_pairs(q_len: float, kv_len: float, window: float = 0.0, causal: bool
 def attention_flops(batch: Size, heads: Size, pairs: Size, width: Size) -> Size:
     """Return the FLOPs of the two products of attention, ``2 · batch · heads · pairs · width``.
 
-    Softmax is left out: its exponentials run on special-function units.
+    Softmax is excluded: its exponentials run on special-function units.
 
     Args:
         batch: Sequences.
         heads: Query heads.
-        pairs: (query, key) pairs of a head that are computed.
-        width: Elements of a key and of a value together.
+        pairs: Computed (query, key) pairs per head.
+        width: Elements of a key and a value together.
     """
-    # Whole numbers from left to right, see the module: the order of factors is part of the
-    # contract.
+    # The order of factors is part of the contract (exact whole numbers, see the module docstring).
     flops: Size = 2 * batch * heads * pairs * width
     return flops
 
@@ -264,16 +263,16 @@ def attention_flops(batch: Size, heads: Size, pairs: Size, width: Size) -> Size:
 def expert_flops(
     tokens: Size, topk: Size, ep: Size, hidden: Size, inner: Size, per_weight: float
 ) -> Size:
-    """Return the FLOPs of the experts of one rank: its share of the chosen (token, expert) pairs.
+    """Return the FLOPs of one rank's share of the routed (token, expert) pairs.
 
     Args:
-        tokens: Of all ranks.
-        topk: Experts that each token is sent to.
+        tokens: Tokens of all ranks.
+        topk: Experts per token.
         ep: Ranks that the experts are spread over.
         hidden: Width of the model.
         inner: Width of an expert.
-        per_weight: FLOPs for each of the ``hidden · inner`` entries of an expert's matrices
-            together: 2 a matrix, of which a gated expert has three.
+        per_weight: FLOPs per entry of a ``hidden × inner`` matrix over an expert's matrices: 2 per
+            matrix, of which a gated expert has three.
     """
     # Division by ep after the exact product of whole numbers, for the same reason.
     flops: Size = per_weight * tokens * topk / ep * hidden * inner
@@ -281,16 +280,16 @@ def expert_flops(
 
 
 def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:
-    """Whether an expert has two matrices instead of three.
+    """Return whether an expert has two matrices instead of three.
 
-    TensorRT-LLM's kernels show it in their name. Where other libraries call them (``trtllm`` in the
-    name), the sizes of the model tell. Other kernels are estimated as gated ones whatever they do:
-    some of them compute a gate for these models all the same, and models of operators learn which.
+    The names of TensorRT-LLM's kernels show it. Where other libraries call them (``trtllm`` in the
+    name), it follows from the model's sizes. Other kernels are always estimated as gated: some
+    compute a gate even for these models, and the learned operator models correct for it.
 
     Args:
         inner: Width of an expert.
-        topk: Experts of a token.
-        experts: Of the layer.
+        topk: Experts per token.
+        experts: Experts of the layer.
         kernel: Name of the kernel, empty if unknown.
     """
     known = (inner, topk, experts) in UNGATED
@@ -298,11 +297,11 @@ def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:
 
 
 def op_flops(params: JsonMapping) -> float:
-    """Count the FLOPs of one execution from what :func:`read_op` gives; 0 for other operators.
+    """Count the FLOPs of one execution from the result of :func:`read_op`; 0 for other operators.
 
-    Products count two for each pair of operands, gradients of convolutions as many as the
-    convolution itself, padding included. Attention counts two products over the visible pairs of
-    queries and keys, experts their two or three matrices over every routed row.
+    Products count two FLOPs per pair of operands, gradients of convolutions as many as the
+    convolution, including padding. Attention counts two products over the visible pairs of queries
+    and keys, experts their two or three matrices over every routed row.
     """
     if "trans_a" in params:
         return float(2 * params["b"] * params["m"] * params["n"] * params["k"])
@@ -315,7 +314,7 @@ def op_flops(params: JsonMapping) -> float:
         return float(attention_flops(params["batch"], params["q_heads"], pairs, width))
     if "topk" in params:
         rows = params["tokens"] * params["topk"] / params["ep"]
-        # A gated expert has a gate, an up and a down projection, any other one up and down.
+        # A gated expert has gate, up and down projections, others only up and down.
         sizes = params["inter"], params["topk"], params["experts"]
         matrices = 2 if ungated(*sizes, params.get("kernel", "")) else 3
         return float(2 * rows * params["hidden"] * params["inter"] / params["tp"] * matrices)

@@ -1,4 +1,4 @@
-"""What the families share: cache residence, wave quantisation, the combination of limits.
+"""Parts shared by the families: cache residence, wave quantization, combination of limits.
 
 Constants that were fitted to measurements or read off them are in ``fitted.yaml``.
 """
@@ -16,10 +16,10 @@ from .columns import OpTable
 from .machine import Machine
 from .schema import FLAGS
 
-#: Share of the data-sheet bandwidth that long streams reach. Engineering estimate, used by every
+#: Fraction of the data-sheet bandwidth that long streams reach. Engineering estimate for every
 #: family; the learned ratio corrects it.
 STREAM = 0.85
-#: Serving frameworks, and words that tell kernels apart: one flag each.
+#: Serving frameworks, and words that distinguish kernels: one flag each.
 BACKENDS, KERNEL_WORDS = FLAGS["backends"], FLAGS["kernel_words"]
 
 
@@ -28,7 +28,7 @@ Table = dict[str, tuple[float, ...]]
 
 
 class Fitted:
-    """Constants of one section of the file, as attributes, and its tables.
+    """Constants of one section of ``fitted.yaml`` as attributes, and its tables.
 
     Attributes:
         values: Constants by name.
@@ -48,24 +48,24 @@ class Fitted:
                 self.values[name] = float(str(own).split()[0])
 
     def __getattr__(self, name: str) -> float:
-        """A constant."""
+        """Return a constant by name."""
         try:
             return self.values[name]
         except KeyError:
             raise AttributeError(f"no constant {name!r} in fitted.yaml") from None
 
     def numbers(self, table: str) -> dict[str, float]:
-        """A table of one number a key."""
+        """Return a table with one number per key."""
         return {key: own[0] for key, own in self.tables[table].items()}
 
     def rows(self, table: str) -> dict[tuple[str, ...], tuple[float, ...]]:
-        """A table by the words of its keys."""
+        """Return a table whose keys are split into words."""
         return {tuple(key.split()): own for key, own in self.tables[table].items()}
 
 
 @cache
 def fitted(section: str) -> Fitted:
-    """A section of ``fitted.yaml``."""
+    """Return a section of ``fitted.yaml``."""
     return Fitted(own_data("features/operators/fitted.yaml")[section])
 
 
@@ -74,17 +74,17 @@ class Physics:
     """Analytical estimate of ``n`` operators.
 
     Attributes:
-        base_s: Estimate that learning corrects, seconds, shape ``(n,)``.
-        compute_s: Least seconds of the arithmetic, shape ``(n,)``.
-        least_s: Least seconds of the traffic, shape ``(n,)``.
+        base_s: Estimate that the learned model corrects, seconds, shape ``(n,)``.
+        compute_s: Lower bound on the arithmetic, seconds, shape ``(n,)``.
+        least_s: Lower bound on the traffic, seconds, shape ``(n,)``.
         features: Dimensionless columns by name, shape ``(n,)`` each.
-        specific: Names of columns that identify a device rather than describe a kernel on it; left
-            out where a model has to serve devices that it never saw.
-        keys: Names of columns that span the domain: distances are taken in them.
-        fixed_s: What a kernel costs whatever its size, seconds, shape ``(n,)``.
+        specific: Columns that identify a device rather than describe a kernel on it; withheld from
+            models for unseen devices.
+        keys: Columns in which distances between operators are measured.
+        fixed_s: Fixed cost of a kernel, seconds, shape ``(n,)``.
         flops: Operations, shape ``(n,)``.
         moved: Bytes that have to be read or written once, shape ``(n,)``.
-        kernels: Kernels of a call, of which the estimate is the mean, broadcasts to ``(n,)``.
+        kernels: Kernels per call, over which the estimate is averaged, broadcastable to ``(n,)``.
     """
 
     base_s: np.ndarray
@@ -101,42 +101,43 @@ class Physics:
 
 def log2(values: np.ndarray) -> np.ndarray:
     """Return the base-2 logarithm, clamped below at 1e-9 so that zero stays finite."""
-    # Times over a base and sizes over a cache are shares; 1e-9 (-30) lies below any real one.
+    # Arguments are ratios of times and sizes; 1e-9 (-30) is below any real one.
     return np.asarray(np.log2(np.maximum(values, 1e-9)))
 
 
 def logs(**values: np.ndarray) -> dict[str, np.ndarray]:
-    """Return base-2 logarithms as features ``log_…``, all in one call.
+    """Return base-2 logarithms as features ``log_…``.
 
-    For few rows that takes as long as a single one.
+    One call for all columns, which for few rows takes as long as a single column.
     """
     names = (f"log_{name}" for name in values)
     return dict(zip(names, log2(np.array(list(values.values()))), strict=True))
 
 
-def stream_seconds(size: np.ndarray, resident: np.ndarray, machine: Machine) -> np.ndarray:
-    """Return the seconds to move ``size`` bytes, of which a share ``resident`` hits the cache."""
-    # The cache bandwidth of a device description is a sustained rate already, that of main memory
-    # is the data sheet's peak: only the latter is derated.
-    outside = (1 - resident) / (machine.bandwidth * STREAM)
+def stream_seconds(
+    size: np.ndarray, resident: np.ndarray, machine: Machine, share: float = STREAM
+) -> np.ndarray:
+    """Return the seconds to move ``size`` bytes, a fraction ``resident`` of which is cached."""
+    # Cache bandwidths of device descriptions are sustained rates, main memory's is the data sheet's
+    # peak: only the latter is derated, to a fraction `share`.
+    outside = (1 - resident) / (machine.bandwidth * share)
     return np.asarray(size * (resident / machine.cache_bandwidth + outside))
 
 
 def least_seconds(size: np.ndarray, resident: np.ndarray, machine: Machine) -> np.ndarray:
     """Return :func:`stream_seconds` at the data sheet's bandwidth, for rooflines."""
-    outside = (1 - resident) / machine.bandwidth
-    return np.asarray(size * (resident / machine.cache_bandwidth + outside))
+    return stream_seconds(size, resident, machine, share=1.0)
 
 
 def resident_share(
     footprint: np.ndarray, cache: np.ndarray, upper: float = 1.15, width: float = 0.3
 ) -> np.ndarray:
-    """Return the share of a footprint that survives in the cache from one call to the next.
+    """Return the fraction of a footprint that stays cached from one call to the next.
 
-    Cyclic sweeps over an LRU cache hit either everything or nothing, with a short transition
-    around the capacity: all of it below ``(upper - width)``, none above ``upper`` times it.
+    Cyclic sweeps over an LRU cache hit either everything or nothing, with a short transition around
+    the capacity: everything up to ``upper - width`` times the capacity, nothing above ``upper``.
     """
-    # Bounds and widths, here and where callers give others, are engineering estimates.
+    # These bounds, and those that callers pass, are engineering estimates.
     return np.asarray(np.clip((upper - footprint / cache) / width, 0, 1))
 
 
@@ -149,17 +150,17 @@ def combine(*limits: np.ndarray, power: float = 3.0) -> np.ndarray:
 
 
 def quantised(waves: np.ndarray, tail: float = 0.6) -> np.ndarray:
-    """Round waves up as they run: a partly filled last wave costs at least ``tail`` of a full one.
+    """Return the effective number of waves (wave quantization).
 
-    The blocks of a thin wave run faster, since each has more of the device's bandwidth to itself.
-    The share is an engineering estimate.
+    A partly filled last wave costs at least ``tail`` of a full one (engineering estimate): its
+    blocks run faster because each has more of the device's bandwidth.
     """
     rest = waves - np.floor(waves)
     return np.asarray(np.floor(waves) + np.where(rest > 0, np.maximum(rest, tail), 0.0))
 
 
 def fill(waves: np.ndarray) -> np.ndarray:
-    """Return how full the waves are on average, in (0, 1]."""
+    """Return the mean occupancy of the waves, in (0, 1]."""
     return np.asarray(waves / np.ceil(np.maximum(waves, 1e-9)))
 
 
@@ -175,7 +176,7 @@ def flags(table: OpTable, dtypes: tuple[str, ...]) -> dict[str, np.ndarray]:
 def _spread(
     table: OpTable, column: str, flags: tuple[str, ...], of: Callable[[str], Sequence[bool]]
 ) -> dict[str, np.ndarray]:
-    """Spread the flags of a column's distinct texts over the rows, by column and flag."""
+    """Compute a column's flags for its distinct texts and gather them per row."""
     code, names = table.rows.codes(column)
     found = np.array([of(name) for name in names], np.float64).reshape(-1, len(flags))
     spread = np.take(found.T, code, axis=1)
@@ -184,9 +185,9 @@ def _spread(
 
 @lru_cache(maxsize=1024)
 def _words_of(kernel: str) -> tuple[bool, ...]:
-    """Which of :data:`KERNEL_WORDS` the name of a kernel holds."""
+    """Return which of :data:`KERNEL_WORDS` the name of a kernel contains."""
     name = kernel.lower()
-    # FlashInfer hands these on to TensorRT-LLM, and has none of its own in them.
+    # FlashInfer only forwards these calls to TensorRT-LLM, so its name is ignored.
     name = name.replace("flashinfer", "") if "trtllm" in name else name
     return tuple(word in name for word in KERNEL_WORDS)
 
@@ -197,10 +198,10 @@ def other_vendor(table: OpTable, factor: float) -> np.ndarray:
 
 
 def fills(**values: tuple[np.ndarray, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Return the shares of whole tiles that sizes fill, as features ``…_fill_…``.
+    """Return the fraction of whole tiles that sizes fill, as features ``…_fill_…``.
 
     Args:
-        values: Sizes, shape ``(n,)``, and tiles, by name.
+        values: Sizes, shape ``(n,)``, and tile sizes, by name.
     """
     return {
         f"{name}_fill_{tile}": size / (np.ceil(size / tile) * tile)
@@ -210,7 +211,7 @@ def fills(**values: tuple[np.ndarray, tuple[int, ...]]) -> dict[str, np.ndarray]
 
 
 def multiples(**values: tuple[np.ndarray, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Return whether sizes are multiples, as features ``…_of_…``; arguments as of :func:`fills`."""
+    """Return whether sizes are multiples, as features ``…_of_…``; arguments of :func:`fills`."""
     return {
         f"{name}_of_{step}": (size % step == 0) * 1.0
         for name, (size, steps) in values.items()

@@ -24,36 +24,35 @@ from .physics import (
 from .schema import FLAGS
 
 EAGER_FLOOR_S = fitted("passes").numbers("eager_floor_s")
-#: Ops of the published tables, one flag each.
+#: Operators of the published tables, one flag each.
 OPS = FLAGS["passes"]
-#: Elements that a thread block of a vectorised element-wise kernel takes: 256 threads of four, one
-#: proxy for all frameworks. Engineering estimate.
+#: Elements per thread block of a vectorised element-wise kernel: 256 threads with four each, for
+#: all frameworks. Engineering estimate.
 BLOCK = 1024
-#: Further passes over the input of row-wise ops: maximum, sum and result of a softmax; moments and
-#: result of a norm. Rows of a softmax up to 1024 stay in registers.
+#: Additional passes over the input of row-wise operators: maximum, sum and result of a softmax;
+#: moments and result of a norm.
 PASSES = {"softmax": 2.0, "ln": 1.0, "layernorm": 1.0, "rmsnorm": 1.0}
-#: Rows in flight on a core: blocks of a softmax are wide, those of a norm narrow. Engineering
-#: estimates; they only decide whether later passes of a row find it in the cache.
+#: Rows in flight per core: softmax uses wide blocks, norms narrow ones. Engineering estimates that
+#: only decide whether later passes find a row in the cache.
 ROWS_IN_FLIGHT = {"softmax": 4.0, "ln": 16.0, "layernorm": 8.0, "rmsnorm": 4.0}
-#: Longest row of a softmax that needs no second pass: PyTorch's persistent kernel holds it in
-#: registers.
+#: Longest softmax row that needs no second pass: PyTorch's persistent kernel keeps it in registers.
 IN_REGISTERS = 1024
-#: Vector instructions for one element, where they are many: a polynomial with its range reduction
-#: (20), two of them (40), a reciprocal with its refinement (8). Engineering estimates.
+#: Vector instructions per element where they are many: a polynomial with range reduction (20), two
+#: of them (40), a reciprocal with refinement (8). Engineering estimates.
 WORK = {"gelu": 20.0, "tanh": 20.0, "pow": 40.0, "powu": 10.0, "div": 8.0, "softmax": 16.0}
 
 
 def pointwise(table: OpTable) -> Physics:
-    """Estimate an op that reads ``n_in`` tensors of ``rows × cols`` and writes one."""
+    """Estimate an operator that reads ``n_in`` tensors of ``rows × cols`` and writes one."""
     rows, cols = table.numbers("rows", "cols")
     operands = np.nan_to_num(table.columns["n_in"], nan=1.0)
     mc = table.machine(multiprocessors=True)
     moved = rows * cols * _bytes_per_element(table, operands)
-    # Graph and event timing call again with the same operands, so that small tensors stay cached.
+    # Graph and event timing repeat calls with the same operands, so small tensors stay cached.
     resident = resident_share(moved, mc.cache, 1.1, 0.5)
     in_flight, again = _again(table, rows, cols, mc)
     t_memory = stream_seconds(moved + again, resident, mc)
-    # Four instructions for an op that is not listed: load, compute, store and addressing.
+    # Four instructions for operators not listed: load, compute, store and addressing.
     t_vector = rows * cols * table.mapped("op", WORK, 4.0) / mc.vector
     floor = _floor(table, mc)
     base = floor + combine(t_memory, t_vector)
@@ -61,7 +60,7 @@ def pointwise(table: OpTable) -> Physics:
     features = {
         **{f"op_{name}": table.is_("op", name) * 1.0 for name in OPS},
         **{f"backend_{b}": table.is_("backend", b) * 1.0 for b in BACKENDS},
-        # Shares of the parts in the estimate, as for products (gemm.py).
+        # Contribution of each part to the estimate, as for products (gemm.py).
         **logs(memory_base=t_memory / base, vector_base=t_vector / base),
         "floor_base": floor / base,
         **logs(cycles=base * mc.clock),
@@ -72,7 +71,7 @@ def pointwise(table: OpTable) -> Physics:
         "row_fill": fill(row_waves),
         **logs(waves=element_waves),
         "wave_fill": fill(element_waves),
-        # Alignments that vectorised loads ask for.
+        # Alignments required by vectorised loads.
         **multiples(cols=(cols, (4, 128))),
         "row_block_fill": cols / (np.ceil(cols / BLOCK) * BLOCK),
         "log_in_flight_cache": np.clip(log2(in_flight / mc.cache), -6, 4),
@@ -85,7 +84,7 @@ def pointwise(table: OpTable) -> Physics:
         np.zeros(len(table)),
         least_seconds(moved, resident, mc),
         floor,
-        # FLOPs: one an element, whatever the op, as XLA counts elementwise ops.
+        # One FLOP per element for every operator, as XLA counts element-wise operations.
         rows * cols,
         moved,
         features,
@@ -99,22 +98,22 @@ def _bytes_per_element(table: OpTable, operands: np.ndarray) -> np.ndarray:
     moved = (operands + 1) * width
     # Two bytes of bf16 in, one byte of fp8 out.
     moved = np.where(table.is_("op", "quantize_fp8"), 3.0, moved)
-    # The gate and the value lie in one tensor of ``cols``; half as many elements are written.
+    # Gate and value lie in one tensor of ``cols`` columns; half as many elements are written.
     return np.asarray(np.where(table.is_("op", "silu_and_mul"), 1.5 * width, moved))
 
 
 def _again(
     table: OpTable, rows: np.ndarray, cols: np.ndarray, mc: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of the rows in flight, and bytes that are read again from memory.
+    """Return the bytes of the rows in flight, and the bytes read again from memory.
 
-    A row-wise op reads its row once a pass. The later passes find it in the cache as long as all
-    rows in flight fit there.
+    A row-wise operator reads its row once per pass. Later passes find it in the cache as long as
+    all rows in flight fit there.
     """
     width = table.weight_bytes
     in_flight = np.minimum(rows, mc.cores * table.mapped("op", ROWS_IN_FLIGHT, 1.0)) * cols * width
-    # Later passes hit while the rows in flight take less than 0.3 of the cache (inputs and results
-    # of other blocks share it), and miss above 0.9. Engineering estimates.
+    # Later passes hit while the rows in flight take less than 0.3 of the cache, which they share
+    # with other blocks' inputs and results, and miss above 0.9. Engineering estimates.
     missed = np.clip((in_flight / mc.cache - 0.3) / 0.6, 0, 1)
     passes = table.mapped("op", PASSES, 0.0)
     passes = np.where(table.is_("op", "softmax") & (cols <= IN_REGISTERS), 0.0, passes)
@@ -125,7 +124,7 @@ def _floor(table: OpTable, mc: Machine) -> np.ndarray:
     method, family = table.family.split("/")
     if method == "eager":
         return np.full(len(table), EAGER_FLOOR_S[family])
-    # As for products, see gemm.floor_s.
+    # See gemm.floor_s.
     other = other_vendor(table, 10.0)
     # Half of a GEMM's fixed cost, read off the same tables (docs/operators.md).
     return np.asarray(FLOOR_CYCLES[method] / 2 / mc.clock * other)

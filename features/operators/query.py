@@ -1,4 +1,4 @@
-"""Operators written by hand: ``linear m=4096 n=4096 k=4096 dtype=bf16``."""
+"""Parse operators given as text or columns: ``linear m=4096 n=4096 k=4096 dtype=bf16``."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .schema import DEFAULTS, FAMILIES, MAY_BE_ZERO, NAMES, OPTIONAL, PARAMETERS
 if TYPE_CHECKING:
     import pandas as pd
 
-#: How the rows of a dtype were timed, where a family is named without a method: NeuSight's tables
-#: are fp32 and eager, Vidur's fp16 and by kernel, all other dtypes come as replayed graphs.
+#: Timing method by dtype for families named without a method: NeuSight's tables are fp32 and eager,
+#: Vidur's fp16 and by kernel, all other dtypes come as replayed graphs.
 _METHOD_OF = {"fp32": "eager", "fp16": "kernel"}
-#: In the order of preference: kernels of a replayed graph come closest to a compiled program.
+#: Methods in order of preference: kernels of a replayed graph are closest to a compiled program.
 _METHODS = ("graph", "kernel", "eager")
-#: Tables' names of formats, by those of HLO and of NumPy.
+#: Table names of formats by their HLO and NumPy names.
 TABLE_NAMES = {
     alias: name
     for name, kind in ((name, TABLE_FORMATS[name].weights) for name in UNQUANTISED)
     for alias in (kind, NUMPY_NAMES[kind])
 }
-#: Vendors whose operators without a method are of other libraries than NVIDIA's.
+#: Vendors whose operators, without a method, run on other libraries than NVIDIA's.
 OTHER_LIBRARIES = frozenset(("AMD",))
-#: Values of the examples that errors give, of parameters that are not long dimensions.
+#: Values used in the examples of error messages; other parameters are long dimensions (4096).
 _EXAMPLES: Mapping[str, int | str] = {
     "batch": 8,
     "q_heads": 32,
@@ -52,20 +52,20 @@ def parse_op(text: str, vendor: str = "") -> JsonObject:
     """Parse an operator given as its family and ``name=value`` pairs.
 
     Args:
-        text: A family, or ``method/family`` as in :data:`FAMILIES`, then parameters. Without a
-            method, fp32 is taken as called one by one, fp16 as kernels, others as a graph; 16-bit
-            products of AMD's chips, on which only XLA's were measured, as XLA's.
-        vendor: Who makes the device that it is for.
+        text: A family, or ``method/family`` as in :data:`FAMILIES`, then parameters. The default
+            method is eager for fp32, kernel for fp16 and graph for others; for 16-bit products on
+            AMD's chips it is xla, the only one measured there.
+        vendor: Vendor of the target device.
 
     Returns:
-        A row as tables of operators have it: ``key``, ``method``, ``family``, ``op`` and the
-        family's parameters.
+        A row as in operator tables: ``key``, ``method``, ``family``, ``op`` and the family's
+        parameters.
 
     Raises:
-        ProgramError: The family or a parameter is unknown, missing, given twice or no positive
+        ProgramError: The family or a parameter is unknown, missing, given twice or not a positive
             whole number.
     """
-    # An empty text has no family; the error below names the known ones.
+    # An empty text has no family; the error below lists the known ones.
     head, *pairs = text.split() or [""]
     given: dict[str, object] = {}
     for pair in pairs:
@@ -85,15 +85,15 @@ def parse_op_columns(
 
     Args:
         operator: A family, or ``method/family``.
-        given: Parameters by name: a number for all rows, or one a row, shape ``(n,)``; texts such
-            as the dtype hold for all rows.
+        given: Parameters by name: one number for all rows, or one per row, shape ``(n,)``; texts
+            such as the dtype apply to all rows.
         vendor: As for :func:`parse_op`.
 
     Returns:
         As :func:`parse_op`, with an int64 array of shape ``(n,)`` where numbers differ by row.
 
     Raises:
-        ProgramError: As :func:`parse_op`, or columns differ in length or are empty.
+        ProgramError: As :func:`parse_op`, or columns are empty or differ in length.
     """
     where = f"columns of {operator!r}"[:200]
     values: dict[str, object] = {}
@@ -101,7 +101,8 @@ def parse_op_columns(
         values[name] = value if isinstance(value, str | int) else _column(name, value, where)
     lengths = {len(v) for v in values.values() if isinstance(v, np.ndarray)}
     if len(lengths) > 1 or 0 in lengths:
-        raise _wrong(where, f"columns have {sorted(lengths)} rows", "give each as many, at least 1")
+        hint = "give all columns the same length, at least 1"
+        raise _wrong(where, f"columns have {sorted(lengths)} rows", hint)
     return _completed(operator, values, where, vendor)
 
 
@@ -109,13 +110,13 @@ def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:
     try:
         return np.array(values, np.int64)
     except (OverflowError, ValueError, TypeError):
-        raise _wrong(where, f"{name} holds no whole numbers") from None
+        raise _wrong(where, f"{name} must contain whole numbers") from None
 
 
 def _completed(head: str, given: JsonObject, where: str, vendor: str = "") -> dict[str, object]:
-    """The row of an operator, or a table of columns, with all parameters of its family."""
+    """Return an operator's row, or a table of columns, with all parameters of its family."""
     given["dtype"] = TABLE_NAMES.get(str(given.get("dtype")), given.get("dtype"))
-    # TensorRT-LLM runs on NVIDIA's chips alone, so that the answer says that it is no library here.
+    # TensorRT-LLM runs on NVIDIA's chips only: without the vendor, its absence is reported.
     named = given.get("backend") == "trtllm"
     key = _key(head, given["dtype"], where, "" if named else vendor)
     group = FAMILIES[key]
@@ -145,7 +146,7 @@ def _completed(head: str, given: JsonObject, where: str, vendor: str = "") -> di
     if row.get("backend", BACKENDS[0]) not in BACKENDS:
         raise _wrong(where, f"no backend {row['backend']!r}", "backends: " + ", ".join(BACKENDS))
     if "version" in row and "backend" not in row:
-        raise _wrong(where, "a version is that of a library", "give backend=…, too")
+        raise _wrong(where, "a version requires a backend", "add backend=…")
     if group == "conv_nd" and row["op"] not in DIRECTIONS:
         raise _wrong(where, f"no direction {row['op']!r}", "op is one of: " + ", ".join(DIRECTIONS))
     method, family = key.split("/")
@@ -156,10 +157,10 @@ def _key(head: str, dtype: str | None, where: str, vendor: str) -> str:
     if head in FAMILIES:
         return head
     wanted = _METHOD_OF.get(str(dtype), "graph")
-    # The other methods' products are of NVIDIA's libraries, up to twice as fast as AMD's.
+    # The other methods' products are from NVIDIA's libraries, up to twice as fast as AMD's.
     if vendor in OTHER_LIBRARIES and dtype in ("bf16", "fp16"):
         wanted = "xla"
-    # The dtype's usual method first, then the others for families that were not timed that way.
+    # The dtype's usual method first, then the others for families not timed that way.
     for method in (wanted, *_METHODS):
         if (key := f"{method}/{head}") in FAMILIES and key not in TRACED:
             return key
@@ -189,13 +190,13 @@ def _numbered(given: JsonObject, numbers: tuple[str, ...], where: str) -> dict[s
 def _fill(row: dict[str, object], key: str, group: str) -> None:
     """Add the parameters that follow from others."""
     for name, value in DEFAULTS[group].items():
-        # A name stands for another parameter's value if that is given; only "balanced" of the
-        # experts is a literal.
+        # A name refers to another parameter's value, if given; only the experts' "balanced" is a
+        # literal.
         if name not in row and (value in row or not isinstance(value, str) or group == "moe"):
             row[name] = row.get(value, value) if isinstance(value, str) else value
     if group != "attention":
         return
-    # Encoders see all positions; of prefill and decode the queries are the last ones.
+    # Encoders attend to all positions; in prefill and decode the queries are the last positions.
     row.setdefault("causal", int("encoder" not in key))
     if "generation" in key:
         row.setdefault("q_len", 1)
@@ -206,17 +207,17 @@ def _fill(row: dict[str, object], key: str, group: str) -> None:
 
 
 def with_defaults(rows: pd.DataFrame, keys: pd.Series) -> pd.DataFrame:
-    """A table of operators with the parameters that it does not give, as :func:`parse_op` has them.
+    """Fill in the missing parameters of an operator table, as :func:`parse_op` does.
 
     Args:
-        rows: ``n`` operators, columns as in tables of measurements.
+        rows: ``n`` operators, with the columns of measurement tables.
         keys: ``method/family`` of each.
     """
     made = rows
     for key in (k for k in keys.unique() if k in FAMILIES):
         at = np.flatnonzero(keys == key)
         part = rows.iloc[at]
-        # Defaults follow from these alone; other columns would be converted for nothing.
+        # Defaults depend only on these columns; converting others would be wasted.
         named = [c for c in (*PARAMETERS[FAMILIES[key]], *NAMES) if c in part]
         given = {c: part[c].to_numpy(object) for c in named if part[c].notna().all()}
         row: dict[str, object] = {**given}

@@ -1,6 +1,6 @@
 """Columns, families and timing methods of operator tables, and the publishers of their rows.
 
-How each publisher took its labels, and what is wrong with its rows, is data in ``sources.yaml``.
+How each publisher timed its operators, and known faults of its rows, are in ``sources.yaml``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fault:
-    """Rows that are not what they seem.
+    """Rows with a known defect.
 
     Attributes:
-        kind: ``wrong``, ``local`` or ``doubted``; ``sources.yaml`` tells what they mean.
-        rows: What their columns hold.
-        why: What is known of it.
+        kind: ``wrong``, ``local`` or ``doubted``, explained in ``sources.yaml``.
+        rows: Values of the columns that identify the rows.
+        why: Reason.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Source:
 
 @cache
 def sources() -> dict[str, Source]:
-    """The publishers by name."""
+    """Return the publishers by name."""
     return {
         name: Source(**{**own, "faults": tuple(Fault(**each) for each in own.get("faults", ()))})
         for name, own in own_data("features/operators/sources.yaml").items()
@@ -60,15 +60,15 @@ def sources() -> dict[str, Source]:
 
 @cache
 def methods() -> dict[str, str]:
-    """How labels were taken, by the names of publishers whose operators are learned from."""
+    """Return the timing method by name, for publishers whose operators models learn from."""
     return {name: source.method for name, source in sources().items() if source.method}
 
 
 def faulty(rows: pd.DataFrame, kind: str) -> np.ndarray:
-    """Rows with a known fault of some kind, bool, shape ``(n,)``.
+    """Return which rows have a known fault of a kind, bool, shape ``(n,)``.
 
     Args:
-        rows: ``n`` rows; where they name no ``source``, any may be theirs.
+        rows: ``n`` rows; without a column ``source``, they match any publisher's faults.
         kind: See :class:`Fault`.
     """
     found = np.zeros(len(rows), bool)
@@ -109,14 +109,14 @@ def _lists(mapping: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
 
 
 _FILE = own_data("features/operators/families.yaml")
-#: Integer parameters by group of families; those that a row may lack, and those that may be zero.
+#: Integer parameters by group of families; the optional ones; those that may be zero.
 PARAMETERS = _lists(_FILE["parameters"])
 OPTIONAL, MAY_BE_ZERO = frozenset(_FILE["optional"]), frozenset(_FILE["may_be_zero"])
-#: What a parameter is when it is not given, by group; a name stands for that parameter's value.
+#: Default values of parameters by group; a name stands for that parameter's value.
 DEFAULTS: dict[str, dict[str, int | str]] = _FILE["defaults"]
-#: Columns that make a group of rows that are alike, by group of families and by family of blocks.
+#: Columns that define a group of similar rows, by group of families and by family of blocks.
 ALIKE = _lists(_FILE["alike"])
-#: Parameters that explanations vary, by group; those of one text together.
+#: Parameters that explanations vary, by group; those in one text are varied together.
 VARIED = _lists(_FILE["varied"])
 #: Text parameters.
 NAMES: tuple[str, ...] = tuple(_FILE["names"])
@@ -124,16 +124,16 @@ NAMES: tuple[str, ...] = tuple(_FILE["names"])
 KERNEL_KINDS: dict[str, str] = _FILE["kernel_kinds"]
 #: Group of parameters by ``method/family``.
 FAMILIES: dict[str, str] = _FILE["families"]
-#: Families that come from users' traces alone.
+#: Families that occur only in users' traces.
 TRACED: tuple[str, ...] = tuple(_FILE["traced"])
-#: Families of several operators, of which one has to be named.
+#: Families of several operators, which require ``op``.
 SEVERAL = frozenset(_FILE["several"])
 #: Families of whole layers and blocks, with their parameters, any of which may be zero.
 BLOCKS = _lists(_FILE["blocks"])
-#: Parameters without which a row of a family of blocks says nothing.
+#: Parameters that a row of a family of blocks must have.
 BLOCK_SIZES = _lists(_FILE["block_sizes"])
-#: Names that are features, one flag each: of formats by group; of backends, kernels and passes; and
-#: of blocks by column.
+#: Names that become one flag each: formats by group; backends, kernels and passes; and words by
+#: column for blocks.
 DTYPES = _lists(_FILE["dtypes"])
 FLAGS, BLOCK_FLAGS = _lists(_FILE["flags"]), _lists(_FILE["block_flags"])
 
@@ -142,18 +142,18 @@ def parameters_of(family: str) -> tuple[str, ...]:
     """Return the integer parameters of a family.
 
     Raises:
-        KeyError: There is no such family.
+        KeyError: The family is unknown.
     """
     return BLOCKS[family] if family in BLOCKS else PARAMETERS[FAMILIES[family]]
 
 
-def families_told() -> str:
-    """Say for messages which values the columns ``source`` and ``family`` of a table may have."""
+def families_hint() -> str:
+    """Return a hint for messages: the allowed values of a table's ``source`` and ``family``."""
     parts = []
     known = methods()
     for method in dict.fromkeys(known.values()):
         named = [source for source, own in known.items() if own == method]
-        # As family_keys() reads sources without an entry.
+        # Consistent with family_keys() for sources without an entry.
         own_name = " or any name of your own (kernel durations)" if method == "kernel" else ""
         names = [key.split("/")[1] for key in FAMILIES if key.startswith(method + "/")]
         parts.append(f"{', '.join(named)}{own_name}: {', '.join(names)}")
@@ -162,7 +162,7 @@ def families_told() -> str:
 
 def family_keys(frame: pd.DataFrame) -> pd.Series:
     """Return ``method/family`` of each row, from its columns ``source`` and ``family``."""
-    # Sources without an entry are users' own tables: profilers report kernel durations.
+    # Sources without an entry are users' tables: profilers report kernel durations.
     method = frame["source"].map(methods()).fillna("kernel")
     keys: pd.Series = method.astype(str) + "/" + frame["family"].astype(str)
     return keys

@@ -1,7 +1,7 @@
-"""Output tiles of matrix products: how long the fastest of those that a library has takes.
+"""Output tiles of matrix products: the time of the fastest tile that a library offers.
 
-A core works on one tile at a time, and waves of tiles are whole. Which tiles and splits of the
-reduction there are, and what a tile costs, differs by library; the fastest is taken.
+A core processes one tile at a time, and the number of waves is whole. Available tiles and splits of
+the reduction, and the cost of a tile, differ by library; the fastest combination is used.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ AUTOTUNED, TUNED = fitted("autotuned_products"), fitted("tuned_products")
 
 #: ``b``, ``m``, ``n`` and ``k`` of products, shape ``(n,)`` each.
 Sizes = Sequence[np.ndarray]
-#: Tiles (rows, columns) with the share of the matrix peak that their inner loops reach: small ones
-#: reload operands from shared memory more often for each product. Sizes are CUTLASS's usual ones;
-#: shares are engineering estimates. Of calls of single products, and of grouped ones.
+#: Tiles (rows, columns) with the fraction of the matrix peak that their inner loops reach: small
+#: ones reload operands from shared memory more often per product. Sizes are CUTLASS's usual ones,
+#: fractions are engineering estimates. For calls of single products, and of grouped ones.
 TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -36,19 +36,19 @@ TILES = (
     (16, 32, 0.15),
 )
 GROUPED_TILES = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0))
-#: Least depth of one split of the reduction of these: shallower ones spend their time on the
-#: prologue and on adding up partial results. Engineering estimates.
+#: Least depth of a split of the reduction for these tiles: shallower splits are dominated by the
+#: prologue and by adding up partial results. Engineering estimates.
 SPLIT_DEPTH, GROUPED_DEPTH = 256, 512
-#: Parts of a reduction, and their least depth in libraries.
+#: Numbers of splits of a reduction, and the least depth of a split in libraries.
 SPLITS, LIBRARY_DEPTH = (1.0, 2.0, 4.0, 8.0, 16.0), 128
 
 
 def fastest(ways: Iterable[tuple[np.ndarray | float, ...]]) -> tuple[np.ndarray, ...]:
-    """Return of each row the values of the way whose first value is the least.
+    """Return, per row, the values of the candidate whose first value is smallest.
 
     Args:
-        ways: Values of two ways or more, each of shape ``(n,)`` or a number; of equal ones the
-            first counts.
+        ways: At least two candidates, each with values of shape ``(n,)`` or numbers; ties go to the
+            first.
     """
 
     def faster(
@@ -67,16 +67,16 @@ def one_tile(
     cores: np.ndarray,
     most: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds and number of the tiles of products, shape ``(n,)`` each.
+    """Return the seconds of products with one tile size, and their number of tiles, ``(n,)`` each.
 
     Tiles that do not fill the device split the reduction among idle cores.
 
     Args:
-        tile: Its rows and columns, and the share of the peak that it reaches.
+        tile: Rows, columns, and the fraction of the peak that the tile reaches.
         size: ``b``, ``m``, ``n`` and ``k`` of the products.
         peak: Dense FLOP/s.
-        cores: Of the device.
-        most: Most parts that the depth of the reduction allows.
+        cores: Cores of the device.
+        most: Most splits that the depth of the reduction allows.
     """
     rows, columns, share = tile
     b, m, n, k = size
@@ -88,10 +88,7 @@ def one_tile(
 
 
 def tile_seconds(size: Sizes, peak: np.ndarray, mc: Machine) -> tuple[np.ndarray, ...]:
-    """Return the time of the fastest of :data:`TILES` in seconds, its waves, and their used share.
-
-    All have shape ``(n,)``.
-    """
+    """Return seconds, waves and used area of the fastest of :data:`TILES`, ``(n,)`` each."""
     b, m, n, k = size
     deepest = np.maximum(1, np.floor(k / SPLIT_DEPTH))
 
@@ -106,15 +103,15 @@ def tile_seconds(size: Sizes, peak: np.ndarray, mc: Machine) -> tuple[np.ndarray
 def grouped_tiles(
     products: Sequence[Sizes], peak: np.ndarray, mc: Machine
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the time of grouped products by the best tile, which they share, and its tiles.
+    """Return the time of grouped products with the best common tile.
 
     Args:
-        products: ``b``, ``m``, ``n`` and ``k`` of those that follow each other, of the same ``m``.
-        peak: Dense FLOP/s of their type.
+        products: ``b``, ``m``, ``n`` and ``k`` of consecutive products with the same ``m``.
+        peak: Dense FLOP/s of their dtype.
         mc: Their devices.
 
     Returns:
-        Seconds, tiles of the first product, and share of the tiles' rows that are used, ``(n,)``.
+        Seconds, tiles of the first product, and used fraction of the tiles' rows, ``(n,)`` each.
     """
     m = products[0][1]
 
@@ -134,12 +131,12 @@ def grouped_tiles(
 def tile_waves(
     size: Sizes, mc: Machine, sides: tuple[tuple[int, int], ...]
 ) -> dict[str, np.ndarray]:
-    """Return waves of tiles as features, whichever of them is fastest.
+    """Return waves of several tile sizes as features, whichever of them is fastest.
 
-    So a model can learn that a library chose another one.
+    They let a model learn that a library chose another tile.
     """
     b, m, n, _ = size
-    # All tiles at once, shape (tiles, n): of a single product each call takes as long as a number.
+    # All tiles at once, shape (tiles, n): for a single product each call costs as much as a scalar.
     high, across = (np.array(side, float)[:, None] for side in zip(*sides, strict=True))
     waves = b * np.ceil(m / high) * np.ceil(n / across) / mc.cores
     features = {}
@@ -155,8 +152,8 @@ AUTOTUNED_TILES = (
     *((32, 64), (64, 32), (64, 64), (64, 128)),
     *((128, 64), (128, 128), (128, 256), (256, 128)),
 )
-#: Side of the square tiles of which a result has to have fewer than half of the cores for its
-#: reduction to be split. On H100 and MI300X no larger result reads as a split one.
+#: Side of a square tile: a reduction is split only if the result has fewer such tiles than half the
+#: cores. On H100 and MI300X no larger result looks split.
 SPARSE_TILE = 64
 #: Architectures on which two cores share a tile's operands, each holding half of one of them
 #: (tcgen05 with ``cta_group::2``, PTX ISA): a core has a tile of 128 × 256 and receives 128 + 128.
@@ -173,23 +170,23 @@ def autotuned_tiles(
 ) -> tuple[np.ndarray, ...]:
     """Find the fastest tiling of products that XLA autotunes.
 
-    For each step of the reduction a core needs the rows and columns of the tile's edges from the L2
-    cache, and the matrix unit's time for their product; whichever takes longer sets the pace. Small
-    tiles are bound by the way into the core, large ones by the matrix unit, and on a chip whose
-    matrix units are twice as fast the tile has to be twice as large for the same share of the peak.
-    A split reduction is two kernels, the second of which adds up the parts.
+    In each step of the reduction a core needs the rows and columns of the tile's edges from the L2
+    cache, and the matrix unit's time for their product; the longer of the two sets the pace. Small
+    tiles are bound by the bandwidth into the core, large ones by the matrix unit, so on a chip with
+    matrix units twice as fast the tile has to be twice as large for the same fraction of the peak.
+    A split reduction is two kernels, the second of which adds up the splits.
 
     Args:
         table: ``n`` products.
         size: Their ``b``, ``m``, ``n`` and ``k``, shape ``(n,)`` each.
-        peak: Dense FLOP/s of their type, shape ``(n,)``.
+        peak: Dense FLOP/s of their dtype, shape ``(n,)``.
         machine: Their devices.
-        start: Seconds of a kernel without work, shape ``(n,)``.
-        memory: Seconds of the traffic, which tiles overlap, shape ``(n,)``.
+        start: Fixed cost of a kernel in seconds, shape ``(n,)``.
+        memory: Seconds of the traffic, which overlaps with the tiles, shape ``(n,)``.
 
     Returns:
-        Seconds of all tiles and of adding up parts, without the starts of kernels; waves; used
-        share of the tiles; and kernels of a call, shape ``(n,)`` each.
+        Seconds of all tiles and of adding up splits, without fixed costs of kernels; waves; used
+        fraction of the tiles; and kernels per call, shape ``(n,)`` each.
     """
     b, m, n, k = size
     width, out = table.activation_bytes, np.maximum(table.activation_bytes, 2.0)
@@ -207,18 +204,18 @@ def autotuned_tiles(
     def ways() -> Iterator[tuple[np.ndarray | float, ...]]:
         for (rows, columns), parts in product(AUTOTUNED_TILES, SPLITS):
             tiles = b * np.ceil(m / rows) * np.ceil(n / columns)
-            # Of a pair's 256 columns each core receives half.
+            # Each core of a pair receives half of 256 columns.
             edges = rows + np.where(paired & (columns == 256), columns / 2, columns)
             received = edges * width / (ingress * port)
             # The slower of the two sets the pace; a sharp soft maximum keeps the estimate smooth.
             step = combine(2.0 * rows * columns / rate, received, power=8.0)
-            # Sums of parts are f32.
+            # Partial sums are f32.
             epilogue = AUTOTUNED.epilogue * port
             written = rows * columns * (out if parts == 1 else 4.0) / epilogue
             waves = tiles * parts / machine.cores
             total = np.ceil(waves) * (step * k / parts + written)
             if parts > 1:
-                # The parts are in the cache still; it delivers at least what the memory does.
+                # The partial sums are still in the cache, at least as fast as main memory.
                 total = total + b * m * n * (4.0 * parts + out) / machine.bandwidth
             whole = combine(total, memory, power=4.0) + (start if parts > 1 else 0.0)
             use = b * m * n / (tiles * rows * columns)
@@ -233,8 +230,8 @@ def autotuned_tiles(
     return fastest(ways())[1:]
 
 
-#: Output tiles of tuned libraries: all pairs of these sizes that a core's registers hold and that
-#: keep it busy.
+#: Output tiles of tuned libraries: all pairs of these sizes that fit a core's registers and keep it
+#: busy.
 SIDES = (16.0, 32.0, 64.0, 128.0, 256.0)
 TUNED_TILES = tuple(t for t in product(SIDES, SIDES) if 512 <= t[0] * t[1] <= 256 * 128)
 
@@ -242,10 +239,10 @@ TUNED_TILES = tuple(t for t in product(SIDES, SIDES) if 512 <= t[0] * t[1] <= 25
 def tuned_tiles(
     table: OpTable, size: Sizes, rate: np.ndarray, mc: Machine
 ) -> tuple[np.ndarray, ...]:
-    """Find the fastest tiling of a library's hundreds of kernels.
+    """Find the fastest tiling among a library's hundreds of kernels.
 
-    An output tile takes, for each step of the reduction, the larger of the matrix unit's time and
-    that of its operands' way into the core; deep products are split among idle cores.
+    Per step of the reduction, an output tile takes the longer of the matrix unit's time and the
+    transfer of its operands into the core; deep products are split among idle cores.
 
     Args:
         table: ``n`` products.
@@ -254,7 +251,7 @@ def tuned_tiles(
         mc: Their devices.
 
     Returns:
-        Seconds, waves, used share of the tiles and parts of the reduction, ``(n,)`` each.
+        Seconds, waves, used fraction of the tiles and number of splits, ``(n,)`` each.
     """
     b, m, n, k = size
     width = np.maximum(table.activation_bytes, table.weight_bytes)

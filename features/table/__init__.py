@@ -1,1 +1,1 @@
-"""Feature tables of kernels, their graph view, and the roofline that features are relative to."""
+"""Feature tables and graphs of kernels, and the roofline that features are relative to."""

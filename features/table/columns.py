@@ -1,7 +1,7 @@
 """Columns of the device-independent row of a kernel (see :mod:`opcast.features.table.row`).
 
-``columns.toml`` lists them by what the feature table makes of them. Also the facts of types that
-rows and graphs of kernels enter.
+``columns.toml`` groups them by how the feature table uses them. Also the facts about types that
+rows and graphs of kernels contain.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from ..ir.program import BOOKKEEPING, DTYPE_BITS, NONE, TensorType, dtype_family
 from ..kernels.kernel import KINDS
 
 _READ = own_data("features/table/columns.toml")
-#: Quantities with a unit, or codes of dtypes; the table divides them by each other and by the
-#: device's.
+#: Quantities with a unit, or dtype codes; the table forms ratios of them and of device figures.
 AMOUNTS: tuple[str, ...] = tuple(_READ["amounts"])
-#: Choices by column; the column holds the position plus one, or 0 for none of them.
+#: Choices by column; the column contains the index plus one, or 0 for none of them.
 CODES: dict[str, tuple[str, ...]] = {
     "kind": KINDS,
     **{column: tuple(choices) for column, choices in _READ["codes"].items()},
@@ -27,9 +26,9 @@ CODE = {
     for column, choices in CODES.items()
 }
 CODE_FLAGS = tuple(f"{column}_{choice}" for column, choices in CODES.items() for choice in choices)
-#: Counts and lengths that most kernels have; the table takes ``log2(1 + x)``.
+#: Counts and lengths that most kernels have; the table uses ``log2(1 + x)``.
 COMMON_COUNTS: tuple[str, ...] = tuple(_READ["common_counts"])
-#: Yes or no, and small numbers, that most kernels have.
+#: Booleans and small numbers that most kernels have.
 COMMON_FLAGS: tuple[str, ...] = tuple(_READ["common_flags"])
 #: Details of reductions, products, convolutions, indexed accesses, sorts and loops.
 RARE_COUNTS: tuple[str, ...] = tuple(_READ["rare_counts"])
@@ -42,23 +41,23 @@ INDEX = {name: i for i, name in enumerate(COLUMNS)}
 
 #: Columns that only TPUs' features need of a kernel (:mod:`opcast.features.table.tpu`).
 TPU_COLUMNS: tuple[str, ...] = tuple(_READ["tpu_columns"])
-#: Opcodes that graphs of kernels tell apart.
+#: Opcodes that graphs of kernels distinguish.
 GRAPH_OPCODES: tuple[str, ...] = tuple(_READ["graph_opcodes"])
-#: Ops without code. Views (``bitcast``, ``reshape``) are counted, at no weight.
+#: Ops that generate no code. Views (``bitcast``, ``reshape``) are counted, with weight zero.
 FREE = BOOKKEEPING | {"opt-barrier"}
 
 
 class TypeFacts(NamedTuple):
-    """What rows and graphs need from a type.
+    """Properties of a type that rows and graphs use.
 
     Attributes:
         size: Elements.
         nbytes: Bytes.
-        minor: Dimension that is contiguous in memory, skipping those of size one; -1 for scalars.
-        minor_length: Its size; 1 for scalars.
+        minor: Dimension that is contiguous in memory, ignoring those of size one; -1 for scalars.
+        minor_length: Size of that dimension; 1 for scalars.
         bits: Bits per element.
         family: See :func:`dtype_family`.
-        order: Physical order of the dimensions larger than one, minor to major.
+        order: Dimensions larger than one in physical order, minor to major.
     """
 
     size: int
@@ -72,14 +71,14 @@ class TypeFacts(NamedTuple):
 
 #: Facts of an op without a result.
 NO_FACTS = TypeFacts(0, 0, -1, 0, 0, NONE, ())
-#: Facts by type; for loops that cannot afford the call of :func:`type_facts`.
+#: Cache of facts by type, for loops that cannot afford to call :func:`type_facts`.
 FACTS: dict[TensorType, TypeFacts] = {}
-#: Most types that are remembered, so that a run over many programs does not grow without end.
+#: Cache size, which bounds memory in a run over many programs.
 _MAX_FACTS = 1 << 16
 
 
 def type_facts(t: TensorType) -> TypeFacts:
-    """Return the facts of ``t``; remembered, since a program has few distinct types."""
+    """Return the facts of ``t``, cached because a program has few distinct types."""
     known = FACTS.get(t)
     if known is None:
         if len(FACTS) >= _MAX_FACTS:

@@ -1,4 +1,4 @@
-"""Kernels as graphs: one node an op of the fused computation, one edge a use of its value."""
+"""Kernels as graphs: a node per op of the fused computation, an edge per use of its value."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from .row import code_flags, rows
 from .row_movement import HANDLERS
 from .row_products import Row
 
-#: Raised whenever the meaning of a node or kernel feature changes.
+#: Incremented whenever the meaning of a node or kernel feature changes.
 GRAPH_VERSION = 1
 
 _OTHER = OpSpec()
 #: Opcodes by id; the last stands for unknown ones.
 OPCODES = (*GRAPH_OPCODES, "<unknown>")
 OPCODE_ID = by_op({name: i for i, name in enumerate(OPCODES)})
-#: Code of opcodes that are neither listed nor like one that is.
+#: Id of opcodes that are neither listed nor equivalent to one that is.
 UNKNOWN = len(OPCODES) - 1
 
-#: Dimensions that a node lists, minor first; those above only show in its size.
+#: Dimensions listed per node, minor first; further ones only show in the node's size.
 MAX_DIMS = 6
 NODE_FEATURES = (
     "log_size",
@@ -58,7 +58,7 @@ NODE_FEATURES = (
     "depth",
     *(f"log_dim_{i}" for i in range(MAX_DIMS)),
 )
-# Codes of dtypes are not amounts: their logarithm would mean nothing.
+# Dtype codes are not amounts: their logarithm would be meaningless.
 _LOGGED = tuple(name for name in AMOUNTS if name not in ("matrix_dtype", "vector_dtype"))
 _COUNTS = (*_LOGGED, *COMMON_COUNTS, *RARE_COUNTS)
 _FLAGS = (*COMMON_FLAGS, *RARE_FLAGS)
@@ -69,12 +69,12 @@ _FLAGS_AT = np.array([INDEX[name] for name in _FLAGS])
 
 @dataclass(slots=True)
 class KernelGraph:
-    """A kernel as a graph of ``n`` nodes and ``m`` edges. Nothing in it depends on a device.
+    """A kernel as a device-independent graph of ``n`` nodes and ``m`` edges.
 
     Attributes:
-        node_opcode: Positions in :data:`OPCODES`, int32, shape ``(n,)``.
+        node_opcode: Indices into :data:`OPCODES`, int32, shape ``(n,)``.
         node_features: As in :data:`NODE_FEATURES`, float32, shape ``(n, f)``; dimensions are
-            listed minor first, as they lie in memory.
+            listed minor first, as in memory.
         edges: Producer (row 0) and user (row 1) of every use, int32, shape ``(2, m)``.
         kernel_features: As in :data:`KERNEL_FEATURES`, float32, shape ``(k,)``.
     """
@@ -88,10 +88,10 @@ class KernelGraph:
 def kernel_graph(kernel: Kernel) -> KernelGraph:
     """Build the graph of the fused computation, or of the instruction with its parameters.
 
-    Nodes keep the order of the computation, so edges run from lower to higher positions.
+    Nodes keep the order of the computation, so edges point from lower to higher indices.
     """
     ops = kernel.inner.ops
-    # A root of -1 stands for the last op.
+    # A root of -1 means the last op.
     root = kernel.inner.root % len(ops)
     edges = [(source, i) for i, op in enumerate(ops) for source in op.operands]
     work = _work(kernel)
@@ -135,7 +135,7 @@ def _describe(op: Op, work: float, is_root: bool, users: int, depth: int) -> lis
 
 
 def _work(kernel: Kernel) -> list[float]:
-    """Return the work of every op: FLOPs of a dot or convolution, else weighted elements."""
+    """Return the work of each op: FLOPs of a dot or convolution, else weighted elements."""
     work = []
     ops = kernel.inner.ops
     for op in ops:
@@ -144,7 +144,7 @@ def _work(kernel: Kernel) -> list[float]:
             work.append(0.0)
             continue
         handler = HANDLERS.get(op.opcode)
-        # Handlers enter details into a row; here only the product's FLOPs are wanted.
+        # Handlers write details into a row; only the product's FLOPs are used here.
         scratch: Row = defaultdict(float)
         size = handler(scratch, op, ops, kernel.body) if handler else type_facts(op.type).size
         work.append(scratch["dense_flops"] + weight * size)
@@ -164,6 +164,6 @@ def _users_and_depth(ops: list[Op]) -> tuple[list[int], list[int]]:
 
 @cache
 def graph_schema_hash() -> str:
-    """Digest version, opcodes and feature names; models store it and refuse another."""
+    """Return a digest of version, opcodes and feature names; models store it and reject others."""
     text = "\n".join((str(GRAPH_VERSION), *OPCODES, *NODE_FEATURES, *KERNEL_FEATURES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Features that relate a kernel to a device or amounts to each other, vectorised over rows."""
+"""Features that relate a kernel to a device, or amounts to each other, vectorised over rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..devices.device import DeviceSpec
 from .columns import AMOUNTS, CODE, INDEX
 from .roofline import compute_seconds, main_bytes, memory_seconds, peaks
 
-_MIN_FLOOR = 1e-9  # seconds; for a device described without a floor
-_LIMIT = 30.0  # octaves; no real ratio of sizes or times is beyond 2^30
-# Elements of an element-wise block, for waves: 256 threads of 4 elements. Engineering estimate, one
-# proxy for all devices.
+_MIN_FLOOR = 1e-9  # seconds; for a device described without a launch floor
+_LIMIT = 30.0  # octaves; no real ratio of sizes or times exceeds 2^30
+# Elements per block of an element-wise kernel, for waves: 256 threads of 4 elements. Engineering
+# estimate for all devices.
 _BLOCK = 1024.0
-# Kinds of work that partition a kernel's total; ``work_integer`` overlaps with them and is apart.
+# Kinds of work that partition a kernel's total; ``work_integer`` overlaps with them.
 _WORK = tuple(n for n in AMOUNTS if n.startswith("work_") and n != "work_integer")
-#: Elements that are moved, by how; an element may be moved in several ways.
+#: Elements moved, by kind of movement; an element may be moved in several ways.
 _MOVES = tuple(name for name in AMOUNTS if name.startswith("moved_"))
 
 Columns = dict[str, np.ndarray]
@@ -25,7 +25,7 @@ Columns = dict[str, np.ndarray]
 
 def log_ratio(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
     """Return ``log2(a / b)`` clipped to ±30; zero over zero gives 0."""
-    # Far below any time in seconds or size in bytes, so it changes no ratio of positive values.
+    # Far below any time in seconds or size in bytes, so ratios of positive values do not change.
     tiny = 1e-30
     ratio = np.log2((a + tiny) / (b + tiny))
     return np.asarray(np.clip(ratio, -_LIMIT, _LIMIT))
@@ -33,13 +33,13 @@ def log_ratio(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Ratios of a device.
+    """Device figures that features are relative to.
 
     Attributes:
-        floor: Floor in seconds, never zero.
-        cores: Cores.
+        floor: Launch floor in seconds, never zero.
+        cores: Number of cores.
         first: Bytes of the first memory level.
-        middle: Bytes of the level below it, if there are three or more before main memory.
+        middle: Bytes of the middle cache level.
         last: Bytes of the last cache.
         bandwidth: Main-memory bytes/s.
         features: Dimensionless features of the device by name.
@@ -60,8 +60,8 @@ class DeviceFacts:
         Raises:
             DeviceError: The device lists no peaks.
         """
-        # Main memory stands in where no cache is described (TPUs): ratios to it are then far below
-        # one and say little.
+        # Without caches in the description (TPUs), main memory stands in: ratios to it are then far
+        # below one and carry little information.
         caches = device.levels[:-1] or device.levels
         floor, cores = max(device.floor, _MIN_FLOOR), float(max(device.core_count, 1))
         first, middle, last = (caches[i].capacity for i in (0, len(caches) // 2, -1))
@@ -76,14 +76,14 @@ def _device_features(
     main, fastest = device.levels[-1], device.levels[0]
     # Without a clock, features in cycles become neutral: a floor of one cycle.
     clock = device.clock_hz or 1.0 / floor
-    # f32 and bf16 stand for the types of most kernels; other rates follow from features of kernels.
+    # f32 and bf16 represent most kernels; other rates follow from features of the kernels.
     pairs = {
         "device_matrix_over_vector": (matrix("f32"), vector("f32")),
         "device_bf16_over_f32": (matrix("bf16"), matrix("f32")),
         "device_f64_over_f32": (matrix("f64"), matrix("f32")),
         "device_int8_over_f32": (matrix("s8"), matrix("f32")),
         "device_half_over_f32_vector": (vector("bf16"), vector("f32")),
-        # FLOPs for each byte of main memory at which a kernel turns compute-bound.
+        # FLOPs per byte of main memory at which a kernel becomes compute-bound.
         "device_balance_f32": (matrix("f32"), main.bandwidth),
         "device_balance_bf16": (matrix("bf16"), main.bandwidth),
         "device_balance_vector": (vector("f32"), main.bandwidth),
@@ -95,7 +95,7 @@ def _device_features(
         "device_cores": (cores, 1.0),
     }
     features = {name: float(log_ratio(a, b)) for name, (a, b) in pairs.items()}
-    # Clipped like the logarithms: descriptions without a floor would make it huge.
+    # Clipped like the logarithms: it would be huge for descriptions without a floor.
     features["device_gap_over_floor"] = min(device.launch_gap / floor, 16.0)
     features["device_levels"] = float(len(device.levels))
     for platform in ("cpu", "gpu", "tpu"):
@@ -130,17 +130,17 @@ def _times(
     moved = main_bytes(row, device)
     memory = memory_seconds(moved, device)
     compute, weighted = matmul + vector, work / vector_peak
-    # What the kernel would take on the cores that it really uses (XLA:CPU may run a loop on one).
+    # Time on the cores that the kernel actually uses (XLA:CPU may run a loop on one core).
     serial = np.maximum((matmul + np.maximum(vector, weighted)) / used, memory)
     floor = facts.floor
-    # A thousandth of a floor is added, so that the ratio levels off far below the floor: what takes
-    # a millionth of the launch is as irrelevant as what takes a thousandth.
+    # A thousandth of a floor is added so that ratios level off far below the floor: taking a
+    # millionth of the launch time is as irrelevant as taking a thousandth.
     return {
         "log_roofline_floor": log_ratio(np.maximum(compute, memory) + 2**-10 * floor, floor),
         "log_compute_floor": log_ratio(compute + 2**-10 * floor, floor),
         "log_memory_floor": log_ratio(memory + 2**-10 * floor, floor),
         "log_matmul_floor": log_ratio(matmul + 2**-10 * floor, floor),
-        # A depthwise convolution runs far below the matrix peak, also beside a large product.
+        # A depthwise convolution runs far below the matrix peak, even next to a large product.
         "log_grouped_floor": log_ratio(c["grouped_flops"] / vector_peak + 2**-10 * floor, floor),
         "log_weighted_floor": log_ratio(weighted + 2**-10 * floor, floor),
         "log_serial_floor": log_ratio(serial + 2**-10 * floor, floor),
@@ -159,8 +159,8 @@ def _memory(c: Columns, facts: DeviceFacts) -> Columns:
     moved = c["bytes_in"] + c["bytes_out"] + 1.0
     buffers = c["operand_bytes"] + c["result_bytes"] + 1.0
     return {
-        # Which cache the kernel's traffic fits into, then its whole buffers, then single operands:
-        # a product may keep one operand in a cache while it streams the other.
+        # The cache that fits the kernel's traffic, then its entire buffers, then single operands: a
+        # product may keep one operand in a cache while it streams the other.
         "set_over_first": log_ratio(moved, facts.first),
         "set_over_middle": log_ratio(moved, facts.middle),
         "set_over_last": log_ratio(moved, facts.last),
@@ -188,8 +188,8 @@ def _shares(c: Columns, work: np.ndarray) -> Columns:
     shares |= {f"share_{name}": np.minimum(c[name] / largest, 8.0) for name in _MOVES}
     shares["share_matmul"] = c["matmul_flops"] / np.maximum(c["flops"], c["matmul_flops"] + 1e-9)
     shares["share_grouped"] = c["grouped_flops"] / np.maximum(c["dense_flops"], 1.0)
-    # Below one for convolutions with padding or holes: the cost rules leave out what dense_flops
-    # counts.
+    # Below one for convolutions with padding or holes, which dense_flops counts but the cost rules
+    # do not.
     shares["share_useful"] = np.where(
         c["dense_flops"] > 0, c["matmul_flops"] / np.maximum(c["dense_flops"], 1.0), 1.0
     )
@@ -202,15 +202,15 @@ def _shares(c: Columns, work: np.ndarray) -> Columns:
 
 
 def real_share(size: np.ndarray, tile: float) -> np.ndarray:
-    """Return the share of a dimension, rounded up to a tile, that is real; 1 if it is absent."""
+    """Return the fraction of a dimension padded to whole tiles that is data; 1 if absent."""
     padded = np.ceil(size / tile) * tile
     return np.asarray(np.where(size > 0, size / np.maximum(padded, 1.0), 1.0))
 
 
 def _tiles(c: Columns, facts: DeviceFacts) -> Columns:
     m, n, k, batch = c["gemm_m"], c["gemm_n"], c["gemm_k"], c["gemm_batch"]
-    # Usual tiles: of CPU micro-kernels (4 to 16), matrix instructions (8, 16), thread blocks (32
-    # to 128). The trees choose those that matter.
+    # Usual tiles: CPU micro-kernels (4 to 16), matrix instructions (8, 16), thread blocks (32 to
+    # 128). The trees select the relevant ones.
     features = {f"fill_m{tile}": real_share(m, tile) for tile in (4, 8, 16, 64)}
     features |= {f"fill_n{tile}": real_share(n, tile) for tile in (8, 16, 32, 64)}
     features |= {f"fill_k{tile}": real_share(k, tile) for tile in (8, 16, 32)}
@@ -231,10 +231,10 @@ def _tiles(c: Columns, facts: DeviceFacts) -> Columns:
 
 
 def _cores_used(c: Columns, facts: DeviceFacts, device: DeviceSpec) -> np.ndarray:
-    """Return the share of the cores that the compiler's partitions occupy.
+    """Return the fraction of the cores that the compiler's partitions occupy, shape ``(n,)``.
 
-    XLA:CPU splits only loops for which it tells ``outer_dimension_partitions``; what runs in a
-    library, and everything on other devices, may use all cores.
+    XLA:CPU splits only loops with ``outer_dimension_partitions``; library calls, and everything on
+    other devices, may use all cores.
     """
     told = c["partitions"] > 0
     library = (c["gemm_m"] > 0) | (c["fusion"] == CODE["fusion"]["kCustom"])
@@ -248,10 +248,10 @@ def _parallel(c: Columns, used: np.ndarray, facts: DeviceFacts) -> Columns:
     share = c["elements_max"] / np.maximum(parts, 1.0)
     return {
         "log_partitions": np.log2(1.0 + parts),
-        # -1 marks a split that the compiler does not state (it also is half the number of cores).
+        # -1 marks a split that the compiler does not state (log of half the cores is -1, too).
         "partitions_per_core": np.where(parts > 0, log_ratio(parts, facts.cores), -1.0),
         "cores_used": used,
-        # Whether there is work for every core, by elements, outer loops, rows and batches.
+        # Whether there is work for every core: elements, outer loops, rows and batches.
         "elements_per_core": log_ratio(c["elements_max"] + 1.0, facts.cores),
         "log_elements_per_part": np.log2(1.0 + share),
         "outer_per_core": log_ratio(c["out_outer"] + 1.0, facts.cores),

@@ -1,4 +1,4 @@
-"""Roofline: the least time of a kernel's arithmetic and memory traffic on a device."""
+"""Roofline: lower bounds on the time of a kernel's arithmetic and memory traffic on a device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..kernels.kernel import Kernel
 from .columns import CODE, INDEX
 from .row import rows
 
-#: Vector operations that one transcendental (exp, log, tanh …) stands for: about a polynomial with
-#: its range reduction. Engineering estimate; learned ratios correct it (see ``ir/ops.toml``).
+#: Vector operations per transcendental (exp, log, tanh …): about a polynomial with its range
+#: reduction. Engineering estimate; learned ratios correct it (see ``ir/ops.toml``).
 TRANSCENDENTAL_FLOPS = 16.0
-#: Largest window of a reduction that a TPU goes through element by element; wider ones are made in
+#: Largest reduction window that a TPU computes element by element; wider ones are computed in
 #: passes. Engineering estimate.
 WINDOW = 16.0
 #: Octaves around a level's capacity over which its hit rate falls from one to zero: from half to
@@ -30,7 +30,7 @@ class Roofline:
     Attributes:
         latency_s: Larger of compute and memory time, in seconds.
         compute_s: Time of the arithmetic at the device's peaks, in seconds.
-        memory_s: Time of the traffic at the bandwidth that its working set gets, in seconds.
+        memory_s: Time of the traffic at the bandwidth available to its working set, in seconds.
         bound: ``compute``, ``memory``, ``latency`` (below the device's floor) or
             ``communication``.
     """
@@ -45,8 +45,8 @@ def roofline(kernels: Sequence[Kernel], device: DeviceSpec) -> Roofline:
     """Compute the rooflines of all kernels on one device (Williams et al., 2009).
 
     ``compute = matmul FLOPs / matrix peak + (other FLOPs + 16 · transcendentals) / vector peak``;
-    ``memory = bytes / bandwidth(bytes)``, see :func:`memory_seconds`, without the arrays that a
-    TPU's compiler keeps in on-chip memory; ``latency = max`` of both.
+    ``memory = bytes / bandwidth(bytes)``, see :func:`memory_seconds`, excluding arrays that a TPU's
+    compiler keeps in on-chip memory; ``latency = max`` of both.
 
     Args:
         kernels: ``n`` kernels.
@@ -59,29 +59,29 @@ def roofline(kernels: Sequence[Kernel], device: DeviceSpec) -> Roofline:
 
 
 def roofline_of_rows(row: np.ndarray, device: DeviceSpec) -> Roofline:
-    """Compute rooflines from raw rows of shape ``(n, len(COLUMNS))``."""
+    """Compute rooflines from kernel rows of shape ``(n, len(COLUMNS))``."""
     matmul_s, vector_s = compute_seconds(row, device)
-    # Added, not overlapped: a fusion's epilogue runs after its product, and where units do overlap
-    # the learned ratio says so.
+    # Added, not overlapped: a fusion's epilogue runs after its product; where units do overlap, the
+    # learned ratio corrects it.
     compute = matmul_s + vector_s
     memory = memory_seconds(main_bytes(row, device), device)
     latency = np.maximum(compute, memory)
     bound = np.where(compute >= memory, "compute", "memory").astype("<U13")
     bound[latency < device.floor] = "latency"
-    # A kernel without work or traffic, on a device described without a floor.
+    # A kernel without work or traffic on a device described without a floor.
     bound[latency == 0.0] = "latency"
     bound[row[:, INDEX["kind"]] == CODE["kind"]["collective"]] = "communication"
     return Roofline(latency, compute, memory, bound)
 
 
 def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
-    """Return the physical lower bound of the time of one execution of each kernel, shape ``(n,)``.
+    """Return a physical lower bound on the seconds of one execution of each kernel, ``(n,)``.
 
     The bound is the roofline with its caches. A TPU's on-chip memory is not a cache: the compiler
     fills it ahead of use and passes values on in it, so up to its capacity operands need not come
-    from main memory, and only what is beyond counts. Its units run beside each other, and
-    transcendentals have one of their own: ``max(products / peak, other FLOPs / peak, (bytes -
-    on-chip) / bandwidth)``.
+    from main memory, and only the excess counts. TPU units run in parallel, and transcendentals
+    have a separate unit: ``max(products / peak, other FLOPs / peak, (bytes - on-chip) /
+    bandwidth)``.
 
     Raises:
         DeviceError: The device lists no peaks.
@@ -94,12 +94,12 @@ def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     beyond = main_bytes(row, device) - device.core_count * device.shared_bytes_per_core
     memory = memory_seconds(np.maximum(beyond, 0.0), device)
     # Unlike the estimate, a bound may assume perfect overlap of the units.
-    products, other = unit_seconds(row, device, transcendental=0.0)
+    products, other = compute_seconds(row, device, transcendental=0.0)
     return np.asarray(np.maximum(np.maximum(products, other), memory))
 
 
 def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
-    """Sum the bytes that go through the memory levels, ``(n,)``: on a TPU not those in VMEM."""
+    """Sum the bytes that pass through the memory levels, ``(n,)``; on a TPU excluding VMEM."""
     moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
     if device.platform != "tpu":
         return np.asarray(moved)
@@ -107,24 +107,19 @@ def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
     return np.asarray(np.maximum(moved - near, 0.0))
 
 
-def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds on the matrix unit and on the vector unit, each of shape ``(n,)``."""
-    return unit_seconds(row, device, TRANSCENDENTAL_FLOPS)
-
-
-def unit_seconds(
-    row: np.ndarray, device: DeviceSpec, transcendental: float
+def compute_seconds(
+    row: np.ndarray, device: DeviceSpec, transcendental: float = TRANSCENDENTAL_FLOPS
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds on the matrix unit and on the vector unit, each of shape ``(n,)``.
 
-    A TPU's compiler writes reductions whose result is broadcast as windows over everything, which
-    count as a pass over the array for every element, but are made in a few passes: there a window
-    counts as no larger than :data:`WINDOW`.
+    A TPU's compiler expresses reductions whose result is broadcast as windows over the whole array,
+    which formally visit the array once per element but run in a few passes: there a window counts
+    as at most :data:`WINDOW` elements.
 
     Args:
         row: Rows, shape ``(n, len(COLUMNS))``.
         device: Peaks.
-        transcendental: Vector operations that one transcendental counts as.
+        transcendental: Vector operations per transcendental.
     """
     matmul = row[:, INDEX["matmul_flops"]]
     # Calls of unknown work may have a product but no FLOPs: the rest must not be negative.
@@ -145,16 +140,16 @@ def peaks(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def memory_seconds(moved: np.ndarray, device: DeviceSpec) -> np.ndarray:
-    """Estimate the seconds to move ``moved`` bytes, ``(n,)``, through the level that they fit.
+    """Estimate the seconds to move ``moved`` bytes, ``(n,)``, through the level that they fit into.
 
     A working set up to half of a level's capacity is served by that level, one above twice the
-    capacity by the next; between them the time per byte goes over in the logarithm of the size.
-    So the time is continuous and never falls when bytes grow.
+    capacity by the next; in between, the time per byte is interpolated in the logarithm of the
+    size. So the time is continuous and never falls as bytes grow.
     """
     # A described or measured cache may be slower than main memory; accumulating keeps the time per
-    # byte from falling when the working set grows.
+    # byte from falling as the working set grows.
     per_byte = np.maximum.accumulate([1.0 / level.bandwidth for level in device.levels])
-    # Time per byte of the fastest level, plus each step down as far as the set has spilled over it.
+    # Time per byte of the fastest level, plus each step down as far as the set has spilled.
     cost = np.full(moved.shape, per_byte[0])
     octaves = np.log2(np.maximum(moved, 1.0))
     for level, faster, slower in zip(device.levels[:-1], per_byte[:-1], per_byte[1:], strict=True):

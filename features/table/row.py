@@ -1,7 +1,7 @@
 """The device-independent row of a kernel: one pass over its fused computation.
 
-The row holds what :mod:`opcast.features.table.table` and :mod:`opcast.features.table.roofline`
-need and nothing of a device, so it is computed once and kept in ``kernel.row``.
+A row contains what :mod:`opcast.features.table.table` and :mod:`opcast.features.table.roofline`
+need of a kernel, without any device figures, so it is computed once and cached in ``kernel.row``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .columns import (
 from .row_movement import HANDLERS, Handler
 from .row_products import Row
 
-#: Ops whose called computation belongs to the kernel's own work.
+#: Ops whose called computation is part of the kernel's own work.
 _INLINE = ("fusion", "call", "map", "async-start")
-#: Ops that compute in their operand's type: a comparison of floats gives a ``pred``.
+#: Ops that compute in their operand's type: a comparison of floats returns a ``pred``.
 _TYPED_BY_INPUT = frozenset(("compare", "convert", "dot", "convolution", "reduce"))
 _TOKEN = TensorType("token", (0,))
 _EMPTY = dict.fromkeys(COMMON, 0.0)
-# struct converts numbers faster than numpy does.
-# A row is made for every kernel of every program: this module trades some elegance for speed
+# struct converts numbers faster than NumPy does.
+# Every kernel of every program needs a row: this module trades some elegance for speed
 # (docs/features.md, Speed).
 _PACK_COMMON = struct.Struct(f"{len(COMMON)}d").pack
 _PACK_RARE = struct.Struct(f"{len(RARE)}d").pack
@@ -55,23 +55,24 @@ def _entry(opcode: str) -> _Entry:
     return spec.column or "n_other", spec.work, spec.weight, handler, opcode in _INLINE
 
 
-#: How an opcode enters the row; ``None`` for ops that cost nothing.
+#: Contribution of an opcode to the row; ``None`` for ops that cost nothing.
 _TABLE: dict[str, _Entry | None] = {
     **{opcode: _entry(opcode) for opcode in {*OPS, *HANDLERS, *_INLINE}},
     **dict.fromkeys(FREE),
 }
 _OTHER_ENTRY = _entry("")
-# Hints of the root about the emitter that a compiler chooses; arithmetic roots are the default, 0.
+# Hints from the root about the emitter that a compiler selects; arithmetic roots are the default,
+# 0.
 _ROOT_CODE = {name: CODE["root"][spec.root] for name, spec in OPS.items() if spec.root}
 _KIND_CODE, _FUSION_CODE, _COLLECTIVE_CODE = CODE["kind"], CODE["fusion"], CODE["collective"]
 
 
 def rows(kernels: Sequence[Kernel]) -> np.ndarray:
-    """Return the rows of all kernels, ``(n, len(COLUMNS))``; made where ``kernel.row`` is empty."""
+    """Return the kernels' rows, ``(n, len(COLUMNS))``; computed where ``kernel.row`` is empty."""
     parts = []
     for kernel in kernels:
         row = kernel.row
-        # A row of another length comes from another version of the columns.
+        # A row of another length is from another version of the columns.
         if row is None or row.size != len(COLUMNS):
             row = kernel.row = kernel_row(kernel)
         parts.append(row)
@@ -81,7 +82,7 @@ def rows(kernels: Sequence[Kernel]) -> np.ndarray:
 
 
 def code_flags(row: np.ndarray) -> list[np.ndarray]:
-    """Expand the code columns of rows ``(n, columns)`` to flags, an ``(n, choices)`` array each."""
+    """Expand the code columns of rows ``(n, columns)`` to flags, shape ``(n, choices)`` each."""
     return [
         row[:, INDEX[column], None] == np.arange(1.0, len(choices) + 1)
         for column, choices in CODES.items()
@@ -89,7 +90,7 @@ def code_flags(row: np.ndarray) -> list[np.ndarray]:
 
 
 def kernel_row(kernel: Kernel) -> np.ndarray:
-    """Make the device-independent row of one kernel, shape ``(len(COLUMNS),)``, float64."""
+    """Compute the device-independent row of a kernel, shape ``(len(COLUMNS),)``, float64."""
     row = _EMPTY.copy()
     body = kernel.body
     entry = body.computations[body.entry]
@@ -102,13 +103,13 @@ def kernel_row(kernel: Kernel) -> np.ndarray:
     row["kind"] = _KIND_CODE[kernel.kind]
     main = _visit(row, inner, body)
     dense = row["dense_flops"]
-    # dense_flops counts a convolution as an implicit GEMM, padding included; the cost rules leave
-    # padding out. Unknown library calls have no FLOPs of their own.
+    # dense_flops counts a convolution as an implicit GEMM, including padding, which the cost rules
+    # exclude. Unknown library calls have no FLOPs of their own.
     row["matmul_flops"] = min(dense, kernel.flops) if kernel.flops > 0 else dense
     if _interface(row, op, entry.ops):
         read, written = array_traffic(op, entry, body)
         row["on_chip_in"], row["on_chip_out"] = on_chip_bytes(read), on_chip_bytes(written)
-    # A kernel computes in the type of its largest working op; pure data movement has none.
+    # A kernel computes in the type of its largest op with work; pure data movement has none.
     _dtype(row, main or _largest_result(op))
     _root(row, inner)
     _instruction(row, op, kernel)
@@ -129,8 +130,8 @@ def _pack(row: Row) -> bytes:
 def _visit(row: Row, computation: Computation, program: Program) -> TensorType | None:
     """Add up the ops of a computation and of those that it inlines; return the main type.
 
-    This loop is most of the time of a row: one dictionary look-up an op, types looked up only when
-    they change, sums kept in local names.
+    This loop dominates the cost of a row: one dictionary look-up per op, types looked up only when
+    they change, sums kept in local variables.
     """
     ops = computation.ops
     known, table = FACTS.get, _TABLE.get
@@ -153,7 +154,7 @@ def _visit(row: Row, computation: Computation, program: Program) -> TensorType |
         depth.append(below + 1)
         if below >= deepest:
             deepest = below + 1
-        # Free ops were passed above: what is left is code that runs.
+        # Free ops were skipped above, so this op generates code.
         count, work, weight, handler, inlines = entry
         row[count] += 1.0
         n_ops += 1
@@ -174,14 +175,14 @@ def _visit(row: Row, computation: Computation, program: Program) -> TensorType |
             row[work] += weight * size
             if facts.family == INTEGER:
                 row["work_integer"] += weight * size
-            # At equal size the later op wins: the end of a chain of conversions is what is
+            # The later op wins at equal size: the end of a chain of conversions is what is
             # computed.
             if size >= main_size:
                 main_size, main = size, op
         elif handler and size >= main_size:
             main = op
     row["n_ops"] += n_ops
-    # Values with several readers are recomputed or kept in registers.
+    # Values with several users are recomputed or kept in registers.
     row["n_shared"] += len(uses) - len(set(uses))
     row["depth"] += deepest
     row["elements_all"] += total
@@ -204,7 +205,7 @@ def _largest_result(op: Op) -> TensorType:
 
 
 def _interface(row: Row, op: Op, entry: list[Op]) -> bool:
-    """Enter sizes, layouts and types of operands and results; true if one is not in main memory."""
+    """Record sizes, layouts and types of the interface; return whether any is off main memory."""
     out_type = _largest_result(op)
     out, rank = type_facts(out_type), len(out_type.shape)
     total = biggest = scalars = n_inputs = 0
@@ -223,11 +224,11 @@ def _interface(row: Row, op: Op, entry: list[Op]) -> bool:
                 continue
             if facts.nbytes > biggest:
                 biggest, largest = facts.nbytes, facts
-            # Dimensions can be compared by number only between arrays of one rank; vectors have no
-            # order.
+            # Dimensions can be compared by number only between arrays of equal rank; vectors have
+            # no order.
             if facts.minor != out.minor and len(t.shape) == rank and len(facts.order) > 1:
                 row["layouts_differ"] = 1.0
-    # Scalars are passed by value or read once: they are counted apart from arrays.
+    # Scalars are passed by value or read once: they are counted separately from arrays.
     row["n_inputs"], row["n_scalar_inputs"], row["n_outputs"] = n_inputs, scalars, len(op.results)
     row["operand_bytes"], row["operand_bytes_max"] = total, biggest
     row["result_bytes"] = out.nbytes if len(op.results) == 1 else op.result_bytes
@@ -235,7 +236,7 @@ def _interface(row: Row, op: Op, entry: list[Op]) -> bool:
     row["elements_max"] = row["elements_max"] or out.size  # a fill works on its result
     row["out_minor"], row["out_rank"] = out.minor_length, len(out.order)
     row["out_outer"] = out.size // max(out.minor_length, 1)
-    # Rows of whole 64-byte lines (512 bits) start aligned, so vector loads need no peeling.
+    # Rows of whole 64-byte lines (512 bits) are aligned, so vector loads need no peeling.
     row["out_aligned"] = out.minor_length * out.bits % 512 == 0
     row["in_minor"] = largest.minor_length
     row["out_bits"], row["in_bits"] = out.bits, largest.bits
@@ -248,7 +249,7 @@ def _dtype(row: Row, main: TensorType) -> None:
     row["vector_dtype"] = DTYPE_CODE[main.dtype]
     row["dtype_bits"] = facts.bits
     row["dtype_wide"] = facts.bits >= 64
-    # Codes count from one; NONE, the last family, wraps around to 0, "none of them".
+    # Codes start at one; NONE, the last family, wraps around to 0, "none of them".
     row["dtype"] = (facts.family + 1) % len(FAMILIES)
     if "gemm_k" not in row:
         row["matrix_dtype"] = row["vector_dtype"]
@@ -256,14 +257,14 @@ def _dtype(row: Row, main: TensorType) -> None:
 
 def _root(row: Row, inner: Computation) -> None:
     root = inner.root_op
-    # Views do not choose the emitter: what makes their operand does.
+    # Views do not determine the emitter; the op behind them does.
     while root.opcode in ("bitcast", "reshape") and root.operands:
         root = inner.ops[root.operands[0]]
     row["root"] = _ROOT_CODE.get(root.opcode, 0.0)
 
 
 def _instruction(row: Row, op: Op, kernel: Kernel) -> None:
-    """Enter the instruction's own attributes: fusion kind, partitions, library, replica groups."""
+    """Record attributes of the instruction: fusion kind, partitions, library, replica groups."""
     attrs = op.attrs
     row["is_async"] = bool(kernel.async_role)
     if op.opcode == "fusion":
@@ -279,7 +280,7 @@ def _instruction(row: Row, op: Op, kernel: Kernel) -> None:
 
 
 def _partitions(config: JsonObject) -> float:
-    """Return the product of XLA:CPU's ``outer_dimension_partitions``; 0 if it states none."""
+    """Return the product of XLA:CPU's ``outer_dimension_partitions``; 0 if absent."""
     parts = config.get("outer_dimension_partitions")
     if not parts:
         return 0.0

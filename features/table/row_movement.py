@@ -1,6 +1,6 @@
-"""Row entries of the ops that move, reduce or order data.
+"""Row entries of ops that move, reduce or order data.
 
-Handlers enter an op's details into the row and return the number of elements it works on.
+Handlers write an op's details into the row and return the number of elements that it processes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from ..ir.program import COMPLEX, DTYPE_BITS, FLOAT, HALF, Op, Program, TensorTy
 from .columns import FREE, TypeFacts, type_facts
 from .row_products import Row, convolution_row, custom_call_row, dot_row, linalg_row, ragged_dot_row
 
-#: Bytes that a gather reads again and again out of a core's cache: at most half of the L1 of
-#: NVIDIA's GPUs from compute capability 7.0 on. Engineering estimate.
+#: Bytes that a gather re-reads from a core's cache: at most half of the L1 of NVIDIA's GPUs from
+#: compute capability 7.0 on. Engineering estimate.
 _REACH_BYTES = 64 << 10
-#: Bytes that a GPU's memory moves at least.
+#: Smallest transaction of a GPU's memory in bytes.
 _SECTOR_BYTES = 32
 
 Handler = Callable[[Row, Op, list[Op], Program], float]
 
 
 def contiguous_run(t: TensorType, sizes: tuple[int, ...], facts: TypeFacts) -> int:
-    """Count the elements side by side in memory when a box of ``sizes`` is cut out of ``t``."""
+    """Count the contiguous elements in memory when a box of ``sizes`` is cut out of ``t``."""
     run = 1
     for d in facts.order:
-        # Minor to major: the run ends with the first dimension that is not taken whole.
+        # Minor to major: the run ends with the first dimension that is not taken entirely.
         run *= sizes[d]
         if sizes[d] != t.shape[d]:
             break
@@ -131,12 +131,12 @@ def _reduce(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     facts, dims = type_facts(source), op.attrs.get("dimensions", ())
     n = len(op.operands) // 2 or 1
     length = prod([source.shape[d] for d in dims])
-    # Of several reductions, the details describe one with at least half of the work before it.
+    # Of several reductions, the details describe one with at least half of the work so far.
     if 2 * facts.size * n >= row["work_reduce"]:
         row["reduce_length"], row["reduce_kept"] = length, facts.size // max(length, 1)
         row["reduce_run"] = _leading_run(source, facts, dims)
         row["reduce_minor"] = facts.minor in dims
-        # Reducing the outermost dimension is a sum of rows: it streams, unlike one across each row.
+        # Reducing the outermost dimension sums rows: it streams, unlike reducing across each row.
         row["reduce_major"] = facts.minor >= 0 and facts.order[-1] in dims
         row["reduce_all"] = len(dims) == len(source.shape)
     _reducer(row, op, facts, program)
@@ -158,8 +158,8 @@ def _reducer(row: Row, op: Op, facts: TypeFacts, program: Program) -> None:
     if reducer is None:
         return
     row["reducer_ops"] = max(row["reducer_ops"], _work_ops(reducer.ops))
-    # Float sums may not be reordered freely, so a compiler vectorises them only with care; max, min
-    # and integer sums may.
+    # Float sums must not be reordered freely, which limits vectorisation; max, min and integer sums
+    # may be.
     if reducer.root_op.opcode in ("add", "multiply") and facts.family in (FLOAT, HALF, COMPLEX):
         row["reduce_ordered"] = 1.0
 
@@ -180,7 +180,7 @@ def _reduce_window(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     row["window_size"] = max(row["window_size"], taps)
     _reducer(row, op, type_facts(source), program)
     positions: float = op.type.size
-    # Its windows are the windows of the forward pooling, one for each update.
+    # Its windows are those of the forward pooling, one per update.
     if op.opcode == "select-and-scatter" and (updates := _operand(op, ops, 1)) is not None:
         positions = updates.size
     return positions * taps
@@ -192,10 +192,10 @@ def _gather(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     length = max(prod(sizes), 1)
     row["gather_rows"], row["gather_length"] = out.size // length, length
     if source is not None and len(sizes) == len(source.shape):
-        # Compilers write the places of batches as indices, too.
+        # Compilers also express batch positions as indices.
         names = ("start_index_map", "operand_batching_dims")
         run = _read_together(source, sizes, [d for n in names for d in op.attrs.get(n, ())])
-        # Of several gathers the runs add up, in whatever order they come.
+        # The runs of several gathers add up, independently of their order.
         runs = row["moved_gathered"] / row.get("gather_run", 1.0) + out.size / max(run, 1)
         row["gather_run"] = (row["moved_gathered"] + out.size) / max(runs, 1.0)
     row["moved_gathered"] += out.size
@@ -203,9 +203,9 @@ def _gather(row: Row, op: Op, ops: list[Op], program: Program) -> float:
 
 
 def _read_together(t: TensorType, sizes: tuple[int, ...], indexed: Sequence[int]) -> int:
-    """Count the elements of an array that a gather finds side by side.
+    """Count the contiguous elements of an array that a gather reads.
 
-    They are those of a slice; a whole sector where a core's cache holds what indices choose from.
+    They are those of a slice, or a whole sector if a core's cache holds everything indices reach.
     """
     facts = type_facts(t)
     places = [place for place, d in enumerate(facts.order) if d in indexed]
@@ -253,14 +253,14 @@ def _fft(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     source = _operand(op, ops)
     row["fft_length"] = length
     row["fft_batch"] = max(source.size if source else 0, op.type.size) // max(length, 1)
-    # RFFT and IRFFT: half the points on one side.
+    # RFFT and IRFFT: half of the points on one side.
     row["fft_real"] = "R" in str(op.attrs.get("fft_type", ""))
     return op.type.size
 
 
 def _while(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     trips = op.attrs.get("trip_count")
-    # Conditionals come here, too, and have no trips: unknown.
+    # Conditionals also come here; they have no trip count: unknown.
     row["trip_unknown"] = trips is None
     row["trip_count"] = trips or 0
     bodies = (program.computations.get(name) for name in op.called)
@@ -268,7 +268,7 @@ def _while(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     return 0.0
 
 
-#: Handlers by opcode; ops without one work on as many elements as their result has.
+#: Handlers by opcode; ops without one process as many elements as their result has.
 _HANDLERS: dict[str, Handler] = {
     "broadcast": _broadcast,
     "transpose": _transpose,

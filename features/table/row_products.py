@@ -7,63 +7,45 @@ from functools import lru_cache
 
 from ...common.types import JsonObject
 from ..cost.convolution import read_dim_labels
-from ..cost.library_calls import told_by_target
+from ..cost.library_calls import by_target
 from ..ir.precision import Arithmetic, arithmetic
 from ..ir.program import DTYPE_BITS, DTYPE_CODE, Op, Program, TensorType, WindowDim
 from .columns import CODE, type_facts
 
 Row = dict[str, float]
 Dims = Sequence[int]
+#: Attributes of a dot: contracted and batched dimensions of both sides.
+_DOT_DIMS = ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims", "rhs_batch_dims")
 
 
 def dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
-    """Enter a ``dot``; of several, the largest gives the details."""
+    """Record a ``dot``; of several, the largest one determines the details."""
     if len(op.operands) < 2:
         return 0.0
     lhs, rhs = ops[op.operands[0]], ops[op.operands[1]]
     if not (lhs.results and rhs.results and op.results):
         return 0.0
-    get = op.attrs.get
-    gemm(
-        row,
-        lhs.type,
-        rhs.type,
-        op.type,
-        get("lhs_contracting_dims", ()),
-        get("rhs_contracting_dims", ()),
-        get("lhs_batch_dims", ()),
-        get("rhs_batch_dims", ()),
-        way=arithmetic(lhs.type.dtype, op.attrs),
-    )
+    dims = [op.attrs.get(name, ()) for name in _DOT_DIMS]
+    gemm(row, lhs.type, rhs.type, op.type, *dims, way=arithmetic(lhs.type.dtype, op.attrs))
     return 0.0
 
 
 def ragged_dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
-    """Enter a ``ragged-dot`` as one product of all rows: each of them meets one group's weights."""
+    """Record a ``ragged-dot`` as one product of all rows, each with one group's weights."""
     if len(op.operands) < 2:
         return 0.0
     lhs, rhs = (ops[i].type for i in op.operands[:2])
-    get = op.attrs.get
-    groups = sorted(get("rhs_group_dims", ()))
+    lhs_k, rhs_k, lhs_batch, rhs_batch = (op.attrs.get(name, ()) for name in _DOT_DIMS)
+    groups = sorted(op.attrs.get("rhs_group_dims", ()))
     own = TensorType(rhs.dtype, tuple(n for d, n in enumerate(rhs.shape) if d not in groups))
 
     def left(dims: Dims) -> Dims:
         return [d - sum(g < d for g in groups) for d in dims]
 
-    out, lhs_k = op.type, get("lhs_contracting_dims", ())
-    if set(get("lhs_ragged_dims", ())) & set(lhs_k):
+    out, way = op.type, arithmetic(lhs.dtype, op.attrs)
+    if set(op.attrs.get("lhs_ragged_dims", ())) & set(lhs_k):
         out = TensorType(out.dtype, out.shape[1:])
-    gemm(
-        row,
-        lhs,
-        own,
-        out,
-        lhs_k,
-        left(get("rhs_contracting_dims", ())),
-        get("lhs_batch_dims", ()),
-        left(get("rhs_batch_dims", ())),
-        way=arithmetic(lhs.dtype, op.attrs),
-    )
+    gemm(row, lhs, own, out, lhs_k, left(rhs_k), lhs_batch, left(rhs_batch), way=way)
     row["gemm_rhs_bytes"] = rhs.nbytes
     return 0.0
 
@@ -79,7 +61,7 @@ def gemm(
     rhs_batch: Dims,
     way: Arithmetic,
 ) -> None:
-    """Enter ``out[batch, m, n] = lhs[batch, m, k] · rhs[batch, k, n]``, dimensions in any order."""
+    """Record ``out[batch, m, n] = lhs[batch, m, k] · rhs[batch, k, n]``, in any dimension order."""
     batch = k = 1
     for d in lhs_batch:
         batch *= lhs.shape[d]
@@ -91,7 +73,7 @@ def gemm(
     m, n = a.size // shared, b.size // shared
     flops = 2.0 * batch * m * n * k * way.times
     row["dense_flops"] += flops
-    # dense_flops includes this product: only one that is at least half of all so far gives details.
+    # dense_flops includes this product: details are kept only if it is at least half of the total.
     if 2 * flops < row["dense_flops"]:
         return
     _sizes(row, m, n, k, batch, lhs, rhs, out, way)
@@ -100,7 +82,7 @@ def gemm(
     row["gemm_rhs_k_minor"] = b.minor in rhs_k
     row["gemm_rhs_batch_minor"] = b.minor in rhs_batch
     rhs_free = len(rhs.shape) - len(rhs_k) - len(rhs_batch)
-    # HLO orders a dot's result as batch, free dimensions of the left side, then of the right one.
+    # HLO orders a dot's result as batch, free dimensions of the left side, then of the right side.
     row["gemm_out_n_minor"] = c.minor >= len(out.shape) - rhs_free
 
 
@@ -117,8 +99,8 @@ def _sizes(
 ) -> None:
     row["gemm_vector"] = m == 1 or n == 1
     row["gemm_outer_product"] = k == 1
-    # As one real product: that of complex numbers has rows of both parts, (re, -im) and (im, re),
-    # and passes go over the contraction again.
+    # As one real product: a complex operand has rows of both parts, (re, -im) and (im, re), and
+    # repeated passes extend the contraction.
     m, k = m * way.parts, k * way.parts * way.passes
     row["gemm_m"], row["gemm_n"], row["gemm_k"], row["gemm_batch"] = m, n, k, batch
     row["gemm_min"] = min(m, n, k)
@@ -128,16 +110,16 @@ def _sizes(
 
 
 def convolution_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
-    """Enter a ``convolution``, or a library call of one.
+    """Record a ``convolution`` or a library call of one.
 
-    Library calls of gradients are described by the forward convolution that they belong to.
+    Library calls of gradients are described by the corresponding forward convolution.
     """
     if len(op.operands) < 2 or not op.results:
         return 0.0
     data, kernel, out = ops[op.operands[0]].type, ops[op.operands[1]].type, op.type
     target = str(op.attrs.get("target", ""))
-    # A gradient call takes the gradient of the result as an operand: exchanged with what it
-    # computes, that gives the shapes of the forward convolution.
+    # A gradient call has the gradient of the result as an operand: swapping it with the call's
+    # result gives the shapes of the forward convolution.
     if "BackwardInput" in target:
         data, out = out, data
     elif "BackwardFilter" in target:
@@ -157,7 +139,7 @@ def _convolution(
     window: tuple[WindowDim, ...] = attrs.get("window", ())
     groups = int(attrs.get("feature_group_count", 1))
     batch_groups = int(attrs.get("batch_group_count", 1))
-    # m, n and k of the implicit GEMM; padding and holes of dilations count as if multiplied.
+    # m, n and k of the implicit GEMM; padding and dilation holes count as if multiplied.
     taps = space = batch = 1
     for w in window:
         if _is_batch(w):
@@ -186,7 +168,7 @@ def _convolution(
     row["conv_depthwise"] = groups > 1 and groups == channels
     row["conv_grouped"], row["conv_batch_grouped"] = groups > 1, batch_groups > 1
     row["conv_pointwise"] = taps == 1
-    # A window larger than the result marks the gradient of a filter.
+    # A window larger than the result indicates the gradient of a filter.
     row["conv_window_over_output"] = taps > space
     row["conv_canonical"] = at.is_nhwc
     row["conv_input_f_minor"] = type_facts(data).minor == at.lhs_feature
@@ -196,9 +178,9 @@ def _convolution(
 
 
 def _is_batch(w: WindowDim) -> bool:
-    """Return whether a spatial dimension is a batch of products, as a TPU's compiler writes them.
+    """Return whether a spatial dimension is a batch of products, as a TPU's compiler expresses it.
 
-    Every output meets one tap: ``size=B stride=B-1 lhs_dilate=B``.
+    Each output meets one tap: ``size=B stride=B-1 lhs_dilate=B``.
     """
     return w.size > 1 and w.lhs_dilation == w.size and w.stride == max(w.size - 1, 1)
 
@@ -220,12 +202,12 @@ def _window_flags(row: Row, window: tuple[WindowDim, ...]) -> None:
 
 @lru_cache(maxsize=4096)
 def library_of(target: str) -> str:
-    """Return the library that a custom-call target belongs to, one of ``CODES["library"]``."""
-    return told_by_target(target, "libraries_of_targets", "other")
+    """Return the library of a custom-call target, one of ``CODES["library"]``."""
+    return by_target(target, "libraries_of_targets", "other")
 
 
 def custom_call_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
-    """Enter a custom call: its library, and the product, convolution or matrix that it works on."""
+    """Record a custom call: its library, and its product, convolution or matrix."""
     library = library_of(str(op.attrs.get("target", "")))
     row["library"] = CODE["library"][library]
     operands = [ops[i].type for i in op.operands if ops[i].results]
@@ -252,7 +234,7 @@ def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
 
 
 def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
-    """Enter a fused attention by its first product; all of its work counts as products."""
+    """Record a fused attention by its first product; all of its work counts as products."""
     numbers = attention_numbers(op)
     query, key = operands[:2]
     if numbers is None or len(query.shape) != 4 or len(key.shape) != 4:
@@ -260,17 +242,17 @@ def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
         return
     before = row["dense_flops"]
     gemm(row, query, key, op.type, *numbers, way=Arithmetic(query.dtype))
-    # All FLOPs of the call run on the matrix unit, the second product included, which gemm() did
-    # not see.
+    # All FLOPs of the call run on the matrix unit, including the second product, which gemm() does
+    # not cover.
     row["dense_flops"] = before + row["flops"]
 
 
 def attention_numbers(op: Op) -> tuple[Dims, Dims, Dims, Dims] | None:
-    """Contracted and batched dimensions of queries times keys in a fused attention call.
+    """Return the dimension numbers of queries times keys in a fused attention call.
 
-    A backward call names the products of its gradients alone: queries are the right side of the
+    A backward call states only the products of its gradients: queries are the right side of the
     product for the keys' gradient, keys that of the product for the queries', each contracted over
-    its positions. What is neither batch nor position there is the size of a head.
+    its positions. The dimension that is neither batch nor position is the head size.
 
     Returns:
         Contracted dimensions of queries and of keys, batch dimensions of queries and of keys;
@@ -302,19 +284,19 @@ def _all_dense(row: Row, operands: list[TensorType]) -> None:
     if floats:
         narrowest = min(floats, key=lambda name: DTYPE_BITS[name])
         row["matrix_dtype"] = DTYPE_CODE[arithmetic(narrowest, {}).rate]
-        # Keeps that type (``_dtype`` in row.py), though the sizes are unknown.
+        # Makes ``_dtype`` in row.py keep that type, though the sizes are unknown.
         row.setdefault("gemm_k", 0.0)
 
 
 def _numbers(numbers: JsonObject) -> tuple[Dims, Dims, Dims, Dims]:
-    """Return contracted and batched dimensions of both sides, from a backend's configuration."""
+    """Return contracted and batched dimensions of both sides from a backend configuration."""
     keys = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
     a, b, c, d = (tuple(int(d) for d in numbers.get(f"{key}_dimensions", ())) for key in keys)
     return a, b, c, d
 
 
 def linalg_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
-    """Enter a factorisation or triangular solve by the size of its matrix."""
+    """Record the matrix size of a factorisation or triangular solve."""
     shapes = [ops[i].type.shape for i in op.operands if ops[i].results]
     matrices = [shape for shape in shapes if len(shape) > 1]
     if matrices:

@@ -1,4 +1,4 @@
-"""Least times of kernels that XLA's CPU backend runs element by element, far below the roofline."""
+"""Lower bounds for kernels that XLA's CPU backend runs element by element, far above rooflines."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from ..kernels.kernel import Kernel
 from .columns import CODE, INDEX, type_facts
 from .row import rows
 
-#: Cycles that an addition waits for the one before it: 3 on AMD's Zen 3 and 4, 3 to 4 on Intel's
-#: server cores (Fog, Instruction tables, ADDSS). A comparison and the choice by it take as many.
+#: Latency of an addition in cycles: 3 on AMD's Zen 3 and 4, 3 to 4 on Intel's server cores (Fog,
+#: Instruction tables, ADDSS). A comparison and the selection by its result take the same.
 _ADD_CYCLES = 3.0
-#: Elements of one reduction that run beside those of the next: a core holds some 300 instructions
-#: (Zen 4: 320, Golden Cove: 512), an element takes about ten.
+#: Elements of one reduction that overlap with those of the next: a core holds some 300 instructions
+#: in flight (Zen 4: 320, Golden Cove: 512), an element takes about ten.
 _OVERLAPPED = 32
-#: Bytes between lines of one set of a core's first cache (64 sets where pages have 4 KiB); bytes of
-#: its second one (1 MiB on Zen 4, 2 on Golden Cove); and cycles of an element from beyond, where
-#: both hold too few lines of a column: measured, 8 to 23.
+#: Bytes between lines of the same set of a core's L1 cache (64 sets, as with 4 KiB pages); bytes of
+#: its L2 (1 MiB on Zen 4, 2 on Golden Cove); and cycles per element from beyond, where neither
+#: holds enough lines of a column: measured, 8 to 23.
 _SET_BYTES, _CORE_BYTES, _FAR_CYCLES = 4096, 1 << 20, 8.0
-#: Cycles of a comparison of keys in no order: half of the branches are mispredicted, and the
+#: Cycles of a comparison of unsorted keys: half of the branches are mispredicted, and the
 #: comparator is called through a pointer. Of 64 sorts in ``datagen/datasets/cpu`` all but one take
-#: longer, 1.5 times in the median.
+#: longer, by a factor of 1.5 in the median.
 _COMPARE_CYCLES = 30.0
-#: Columns up to which the library of XLA:CPU sums rows in registers; beyond, each element is added
-#: to a sum in memory, beyond twice as many in two passes. Cycles of a core an element there, of
-#: sums and of other reductions, measured: 0.15 ns on two cores become 2.2, and 4.4.
+#: Columns up to which XLA:CPU's library sums rows in registers; beyond, each element is added to a
+#: sum in memory, and beyond twice as many in two passes. Core cycles per element there, for sums
+#: and for other reductions, measured: 0.15 ns on two cores become 2.2, and 4.4.
 _WIDE_COLUMNS, _WIDE_SUM, _WIDE_OTHER = 16384, 11.0, 4.5
 
 
 def scalar_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
-    """Return the least time of what a CPU computes element by element, ``(n,)``; zero for the rest.
+    """Return lower bounds for work that a CPU does element by element, ``(n,)``; zero elsewhere.
 
-    - A convolution whose layout is not ``NHWC`` by ``HWIO`` goes to no library: each output is one
-      chain of multiply-adds, ``MACs · cycles / clock / parts``. Dilated windows skip terms and get
-      no bound.
-    - A reduction of several arrays together (``argmax``) is a chain, too, unless the compiler may
-      reorder it along rows. Down columns each element may be in a line that no core's cache holds.
-    - A transposition of what its kernel computes goes down columns, too.
-    - A reduction of rows by the library, where they are wider than its registers reach.
-    - A sort compares keys ``log2(n!)`` times, one by one.
+    - A convolution whose layout is not ``NHWC`` by ``HWIO`` uses no library: each output is a chain
+      of multiply-adds, ``MACs · cycles / clock / parts``. Dilated windows skip terms and get no
+      bound.
+    - A joint reduction of several arrays (``argmax``) is also a chain unless the compiler may
+      reorder it along rows. Down columns, each element may be in a line that no core's cache holds.
+    - A transposition of a value computed in the kernel also runs down columns.
+    - A library reduction of rows that are wider than its registers reach.
+    - A sort compares keys ``log2(n!)`` times, one at a time.
     """
     if device.platform != "cpu" or not device.clock_hz:
         return np.zeros(len(kernels))
     row = rows(kernels)
     seconds = _convolutions(row, device)
     library = row[:, INDEX["library"]] == CODE["library"]["ynn"]
-    # What has any such op: the reducer of several arrays has a step for each.
+    # Kernels with any such op: the reducer of several arrays has a step for each.
     ordered = (row[:, INDEX["n_sort"]] > 0) | (row[:, INDEX["reducer_ops"]] > 1)
     ordered |= library & (row[:, INDEX["reduce_run"]] > _WIDE_COLUMNS)
     loops = row[:, INDEX["fusion"]] == CODE["fusion"]["kLoop"]
@@ -82,7 +82,7 @@ def _convolutions(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
 
 def _sort(op: Op, inner: Computation, body: Program, device: DeviceSpec) -> float:
     source = inner.ops[op.operands[0]].type
-    # Keys that are compared as they are, and move nothing with them, have a sort of their own.
+    # Keys compared directly, without payload, use a specialised sort.
     if len(op.operands) == 1 and body.computations[op.called[0]].only_op is not None:
         return 0.0
     length = source.shape[op.attrs.get("dimension", -1)] if source.shape else 1
@@ -92,7 +92,7 @@ def _sort(op: Op, inner: Computation, body: Program, device: DeviceSpec) -> floa
 
 def _wide_reduction(op: Op, inner: Computation, body: Program, device: DeviceSpec) -> float:
     source, dims = inner.ops[op.operands[0]].type, op.attrs.get("dimensions", ())
-    order = type_facts(source).order  # without dimensions of one element, the minor one first
+    order = type_facts(source).order  # without dimensions of one element, minor first
     columns = prod(source.shape[d] for d in order[:-1])
     if columns <= _WIDE_COLUMNS or set(order).intersection(dims) != {order[-1]}:
         return 0.0
@@ -116,7 +116,7 @@ def _joint_reduction(
     if not along_rows:
         stride = prod(source.shape[d] for d in facts.order if d not in dims) * facts.bits // 8
         cycles = max(cycles, facts.size * _far_cycles(stride, length))
-    # Where the compiler tells no parts, each core may take some of the results.
+    # Where the compiler states no partitions, each core may take some of the results.
     parts = min(told or facts.size / length, max(device.core_count, 1))
     return float(cycles / device.clock_hz / max(parts, 1.0))
 
@@ -132,7 +132,7 @@ def _transposition(op: Op, inner: Computation, device: DeviceSpec) -> float:
         return 0.0
     while made.opcode in ("bitcast", "reshape", "transpose", "convert"):
         made = inner.ops[made.operands[0]]
-    # An array that is read as it lies, or by indices, is not slower than others.
+    # An array read in storage order, or by indices, is no slower than others.
     if made.opcode in ("parameter", "gather"):
         return 0.0
     shape = inner.ops[op.operands[0]].type.shape
@@ -143,21 +143,21 @@ def _transposition(op: Op, inner: Computation, device: DeviceSpec) -> float:
 
 
 def _far_cycles(stride: int, lines: int) -> float:
-    """Cycles of a core for each element of a column, whose ``lines`` are ``stride`` bytes apart."""
-    # Lines a power of two apart share the same sets of a cache: each takes that much of it.
+    """Return core cycles per element of a column whose ``lines`` are ``stride`` bytes apart."""
+    # Lines a power of two apart share cache sets, so each occupies that much of the cache.
     far = stride % _SET_BYTES == 0 and lines * (stride & -stride) > _CORE_BYTES
     return _FAR_CYCLES if far else 0.0
 
 
 def _reorders(reducer: Computation) -> bool:
-    """Whether elements come in any order: integers alone, or extremes each for themselves."""
+    """Return whether elements may come in any order: integers only, or separate extremes."""
     floats = [p for p in reducer.parameters if type_facts(p.type).family in (FLOAT, HALF)]
     results = [reducer.ops[i].opcode for i in reducer.root_op.operands]
     return not floats or all(opcode in ("minimum", "maximum") for opcode in results)
 
 
 def _cycles(reducer: Computation) -> float:
-    """Cycles from one element to the next: the longest way from a value back to itself."""
+    """Return the cycles from one element to the next: the longest path from a value to itself."""
     longest = 0.0
     for number, result in enumerate(reducer.root_op.operands):
         steps: list[float] = []
@@ -165,7 +165,7 @@ def _cycles(reducer: Computation) -> float:
             before = max((steps[o] for o in op.operands), default=-inf)
             own = op.opcode == "parameter" and int(op.attrs["index"]) == number
             steps.append(0.0 if own else before + 1.0)
-        # A step of a chain of integers takes one cycle.
+        # A step of an integer chain takes one cycle.
         floats = type_facts(reducer.ops[result].type).family in (FLOAT, HALF)
         longest = max(longest, steps[result] * (_ADD_CYCLES if floats else 1.0))
     return longest

@@ -1,7 +1,7 @@
-"""Kernels to a table of dimensionless features: what the tabular models see.
+"""Convert kernels to a table of dimensionless features for the tabular models.
 
-Every feature is a flag, a share, a count or the logarithm of a ratio; nothing carries a unit. So a
-model can be used for shapes and devices that it never saw (see docs/features.md).
+Every feature is a flag, a fraction, a count or the logarithm of a ratio; none carries a unit. So a
+model can be used for shapes and devices that it was not trained on (see docs/features.md).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .ratios import DeviceFacts, derived_features
 from .roofline import roofline_of_rows
 from .row import code_flags, rows
 
-#: Raised whenever the meaning or the set of features changes.
+#: Incremented whenever the meaning or the set of features changes.
 SCHEMA_VERSION = 2
 
-# An intermediate column of float64 takes 8 kB; about a hundred of them fit into L2.
-_CHUNK = 1024  # rows whose intermediate arrays stay in the cache
+# Rows per chunk: an intermediate float64 column takes 8 kB, so about a hundred of them fit into L2.
+_CHUNK = 1024
 _COUNTS, _FLAGS = (COMMON_COUNTS, RARE_COUNTS), (COMMON_FLAGS, RARE_FLAGS)
 
 
@@ -44,8 +44,8 @@ class FeatureTable:
         X: Features, float32, shape ``(n, d)``, finite.
         names: Their ``d`` names.
         roofline_s: Roofline latency of one execution in seconds, shape ``(n,)``.
-        bound: What limits it at the roofline, shape ``(n,)`` (see :class:`Roofline`).
-        base_s: What a learned ratio is relative to, in seconds, shape ``(n,)``: roofline and floor.
+        bound: Bottleneck at the roofline, shape ``(n,)`` (see :class:`Roofline`).
+        base_s: Time that learned ratios refer to, in seconds, shape ``(n,)``: roofline plus floor.
     """
 
     X: np.ndarray
@@ -58,11 +58,11 @@ class FeatureTable:
 def feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable:
     """Compute the features of all kernels on one device.
 
-    The device-independent part of each kernel is computed once and kept in ``kernel.row``.
+    The device-independent part of each kernel is computed once and cached in ``kernel.row``.
 
     Args:
         kernels: ``n`` kernels.
-        device: Device that they are to run on.
+        device: Device that they run on.
 
     Raises:
         DeviceError: The device lists no peaks.
@@ -89,7 +89,7 @@ def _fill(X: np.ndarray, row: np.ndarray, facts: DeviceFacts, device: DeviceSpec
     block = np.empty((len(derived), len(row)), np.float32)
     for values, target in zip(derived.values(), block, strict=True):
         target[:] = values
-    # Logarithms compress counts over many orders of magnitude; the one added keeps zero at zero.
+    # Logarithms compress counts over many orders of magnitude; adding one keeps zero at zero.
     counts = [np.log2(1 + _columns(row, names).astype(np.float32)) for names in _COUNTS]
     flags = [_columns(row, names) for names in _FLAGS]
     device_part = np.broadcast_to(list(facts.features.values()), (len(row), len(facts.features)))
@@ -115,7 +115,7 @@ def feature_names() -> tuple[str, ...]:
 
 @cache
 def schema_hash(names: tuple[str, ...] = ()) -> str:
-    """Digest a schema: version and names. Models store it and refuse another.
+    """Return a digest of version and feature names; models store it and reject any other.
 
     Args:
         names: Names of the features; by default :func:`feature_names`.
@@ -124,5 +124,5 @@ def schema_hash(names: tuple[str, ...] = ()) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# A device of ones: feature names do not depend on the figures.
+# A device with all figures 1, since feature names do not depend on them.
 _ANY = DeviceSpec("any", "cpu", {"f32": 1.0}, {"f32": 1.0}, (MemoryLevel(1.0, 1.0),), 1.0)

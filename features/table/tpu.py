@@ -1,8 +1,9 @@
-"""Features of TPUs alone: memory spaces, and the tiles of 8 × 128 that arrays are padded to.
+"""TPU-specific features: memory spaces, and the 8 × 128 tiles that arrays are padded to.
 
 A TPU's vector unit works on registers of 8 sublanes by 128 lanes, and memory holds arrays in tiles
-of them: the minor dimension is padded to 128, the one above to 8, or to a power of two below (see
-XLA's "Tiled layout"). An array with a minor dimension of one takes 128 times its size.
+of that shape: the minor dimension is padded to 128, the next one to 8, or to a power of two if it
+is smaller (see XLA's "Tiled layout"). An array with a minor dimension of one takes 128 times its
+size.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from .roofline import compute_seconds, main_bytes
 from .row import rows as kernel_rows
 from .table import FeatureTable, feature_table
 
-#: Shape of a vector register, and with it of a memory tile, on all generations of the catalogue.
+#: Shape of a vector register, and so of a memory tile, on all generations in the catalogue.
 LANES, SUBLANES = 128, 8
 #: Bytes of a vector register: 8 × 128 values of 32 bits.
 REGISTER = SUBLANES * LANES * 4
-#: Cycles that libtpu estimates for a vector register that is read or written: the median of its
-#: estimates for kernels that only pass over registers (docs/features.md).
+#: Cycles that libtpu estimates per vector register read or written: the median of its estimates for
+#: kernels that only pass over registers (docs/features.md).
 REGISTER_CYCLES = 8.0
-#: Vector operations that libtpu counts for a sine or cosine of f32, which reduces its angle exactly
+#: Vector operations that libtpu counts for an f32 sine or cosine, whose angle it reduces exactly
 #: (docs/features.md): more than ten times an ordinary transcendental.
 ANGLE_FLOPS = 200.0
-#: Ops that reduce an angle to a period first.
+#: Ops that first reduce an angle to one period.
 _ANGLES = frozenset(("sine", "cosine", "tan"))
-_SMALL = 2**-10  # share of a floor that is added, so that ratios level off far below it
+_SMALL = 2**-10  # fraction of a floor that is added, so that ratios level off far below it
 
 _AT = {name: place for place, name in enumerate(TPU_COLUMNS)}
 
 
 class Tiles(NamedTuple):
-    """An array as a TPU's memory holds it.
+    """Layout of an array in TPU memory.
 
     Attributes:
         lanes: Size of the minor dimension; 1 for a scalar.
-        sublanes: Size of the dimension above it; 1 if there is none.
+        sublanes: Size of the next dimension; 1 if there is none.
         outer: Product of the other dimensions.
         padded_bytes: Bytes with both padded to tiles.
         order: Dimensions, minor to major, including dimensions of size one.
@@ -61,17 +62,17 @@ class Tiles(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def tiles(t: TensorType) -> Tiles:
-    """Tile an array by default: 8 × 128, fewer rows if it has fewer, 1024 if it is flat."""
+    """Tile an array by default: 8 × 128, fewer sublanes if it has fewer rows, 1024 for vectors."""
     order = t.layout if t.layout is not None else tuple(range(len(t.shape) - 1, -1, -1))
     sizes = [t.shape[d] for d in order]
     lanes, sublanes = (*sizes, 1, 1)[:2]
     outer = prod(sizes[2:])
     # Only the two minor dimensions are tiled; the others repeat tiles.
     if len(sizes) < 2:
-        # A vector is tiled as (1024) from 1024 elements on, and as lanes of 128 below.
+        # A vector is tiled as (1024) from 1024 elements on, and in lanes of 128 below that.
         elements = _up(lanes, SUBLANES * LANES if lanes >= SUBLANES * LANES else LANES)
     else:
-        # Arrays of fewer than eight rows get tiles of 1, 2 or 4 sublanes, so they are padded less.
+        # Arrays with fewer than eight rows get tiles of 1, 2 or 4 sublanes, so padding is smaller.
         elements = outer * _up(lanes, LANES) * _up(sublanes, min(SUBLANES, _power(sublanes)))
     return Tiles(lanes, sublanes, outer, elements * DTYPE_BITS[t.dtype] / 8, tuple(order))
 
@@ -81,15 +82,15 @@ def _up(size: int, step: int) -> int:
 
 
 def _power(size: int) -> int:
-    """Return the least power of two that is not below ``size``."""
+    """Return the smallest power of two that is at least ``size``."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable:
-    """Compute a TPU's feature table: the features of every platform, then TPUs' own.
+    """Compute a TPU's feature table: the features of every platform, then the TPU-specific ones.
 
-    ``base_s`` is the sum of :func:`tpu_parts`, which is nearer to the estimates of a TPU's compiler
-    than the roofline: it adds up transfers and arithmetic, and counts arrays as they are padded.
+    ``base_s`` is the sum of :func:`tpu_parts`, which is closer to a TPU compiler's estimates than
+    the roofline: it adds up transfers and arithmetic, and counts arrays with their padding.
 
     Args:
         kernels: ``n`` kernels.
@@ -109,21 +110,21 @@ def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureT
 
 @cache
 def tpu_feature_names() -> tuple[str, ...]:
-    """Return the names of TPUs' own features, in order."""
+    """Return the names of the TPU-specific features, in order."""
     rows, own = np.zeros((0, len(INDEX))), np.zeros((0, len(TPU_COLUMNS)))
     return tuple(_features(rows, own, tpu_parts(rows, own, _ANY), np.zeros(0), _ANY))
 
 
 def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str, np.ndarray]:
-    """Return what a kernel's time is made of, in seconds by name, each of shape ``(n,)``.
+    """Return the components of a kernel's time, in seconds by name, each of shape ``(n,)``.
 
-    ``main``: padded bytes that come from or go to main memory, over its bandwidth; ``registers``:
-    :data:`REGISTER_CYCLES` for every vector register that is read or written, by each core;
-    ``compute``: products and other arithmetic at the peaks, :data:`ANGLE_FLOPS` for a sine or
-    cosine; ``start``: the device's floor.
+    ``main``: padded bytes to and from main memory over its bandwidth; ``registers``:
+    :data:`REGISTER_CYCLES` per vector register read or written, by each core; ``compute``: products
+    and other arithmetic at the peaks, :data:`ANGLE_FLOPS` per sine or cosine; ``start``: the
+    device's launch floor.
 
     Args:
-        rows: Rows of every platform, shape ``(n, columns)``.
+        rows: Platform-independent rows, shape ``(n, columns)``.
         own: :func:`tpu_rows` of the same kernels.
         device: A TPU.
     """
@@ -131,8 +132,8 @@ def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str
     products, other = compute_seconds(rows, device)
     return {
         "main": (c["main_in"] + c["main_out"]) / device.bandwidth,
-        # A register over the on-chip rate is one cycle shared among the vector units of all cores,
-        # which work side by side.
+        # A register at the on-chip rate takes one cycle, divided by the vector units of all cores,
+        # which work in parallel.
         "registers": REGISTER_CYCLES * c["registers"] * REGISTER / _near_rate(device),
         "compute": products + other + ANGLE_FLOPS * c["angles"] / device.vector_peak("f32"),
         "start": np.full(len(own), device.floor),
@@ -140,30 +141,30 @@ def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str
 
 
 def base_seconds(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """Combine the parts, shape ``(n,)``: transfers beside the registers, the rest after."""
-    # DMA engines move data while the vector units work on what arrived before.
+    """Combine the parts, shape ``(n,)``: transfers overlap with registers, the rest adds up."""
+    # DMA engines move data while the vector units work on data that arrived earlier.
     moved = np.maximum(parts["main"], parts["registers"])
     return np.asarray(moved + parts["compute"] + parts["start"])
 
 
 def sort_seconds(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
-    """Return seconds of sorts by a bitonic network, shape ``(n,)``; 0 for what sorts nothing.
+    """Return the seconds of sorts by a bitonic network, shape ``(n,)``; 0 for other kernels.
 
-    ``2^l`` keys go through ``l (l + 1) / 2`` stages of compare-exchange (Batcher, Sorting networks
-    and their applications, 1968). Blocks of ``2^b`` keys that fit into VMEM are sorted in one pass
-    over memory; each of the ``l - b`` merges above them takes a pass for each stage that reaches
-    beyond a block, and one for all others. A stage compares each pair once and selects each operand
-    of each key; it hides, or is hidden by, the transfers.
+    ``2^l`` keys pass through ``l (l + 1) / 2`` stages of compare-exchange (Batcher, Sorting
+    networks and their applications, 1968). Blocks of ``2^b`` keys that fit into VMEM are sorted in
+    one pass over memory; each of the ``l - b`` merges above them takes one pass per stage that
+    reaches beyond a block, and one for all others. A stage compares each pair once and selects each
+    operand of each key; it overlaps with the transfers.
 
     Args:
-        rows: Rows of every platform, shape ``(n, columns)``.
+        rows: Platform-independent rows, shape ``(n, columns)``.
         device: A TPU.
     """
     length, batch = rows[:, INDEX["sort_length"]], rows[:, INDEX["sort_batch"]]
     keys = np.maximum(length * batch, 1.0)
     moved = rows[:, INDEX["bytes_in"]] + rows[:, INDEX["bytes_out"]]
     levels = np.ceil(np.log2(np.maximum(length, 1.0)))
-    # A block is read while another is written, so that VMEM holds keys and results.
+    # A block is read while another is written, so VMEM holds both keys and results.
     near = device.core_count * device.shared_bytes_per_core
     block = np.floor(np.log2(np.maximum(near * keys / np.maximum(moved, 1.0), 2.0)))
     merges = np.maximum(levels - block, 0.0)
@@ -176,12 +177,12 @@ def sort_seconds(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
 
 
 def _near_rate(device: DeviceSpec) -> float:
-    """Return bytes/s of on-chip memory: a word of every lane a cycle, as vector units add."""
+    """Return on-chip memory bytes/s: a word per lane and cycle, the vector units' addition rate."""
     return 4.0 * device.vector_peak("f32")
 
 
 def tpu_rows(kernels: Sequence[Kernel]) -> np.ndarray:
-    """Return what TPUs' features need of kernels and not of a device, shape ``(n, columns)``."""
+    """Return the device-independent inputs of TPU-specific features, shape ``(n, columns)``."""
     own = np.zeros((len(kernels), len(TPU_COLUMNS)))
     for row, kernel in zip(own, kernels, strict=True):
         _enter(row, kernel)
@@ -191,12 +192,12 @@ def tpu_rows(kernels: Sequence[Kernel]) -> np.ndarray:
 def _enter(row: np.ndarray, kernel: Kernel) -> None:
     entry = kernel.body.entry_computation
     read, written = array_traffic(entry.root_op, entry, kernel.body)
-    # The general rule counts a reshape as free.
-    if kernel.opcode == "reshape":  # of two layouts: free elsewhere, a pass over the array here
+    # The general rule counts a reshape as free, but between two layouts it is a pass here.
+    if kernel.opcode == "reshape":
         read, written = ([(t, float(t.nbytes)) for t, _ in arrays] for arrays in (read, written))
     for side, arrays in (("in", read), ("out", written)):
         for t, moved in arrays:
-            # The touched share of an array is padded like the whole: slices along outer dimensions
+            # The touched part of an array is padded like the whole: slices along outer dimensions
             # are whole tiles. Slices across a tile move more than this.
             padded = moved * tiles(t).padded_bytes / max(t.nbytes, 1)
             place = "near" if t.memory_space in ON_CHIP else "main"
@@ -215,12 +216,12 @@ def _enter(row: np.ndarray, kernel: Kernel) -> None:
     if result is not None:
         row[_AT["result_near"]] = result.memory_space in ON_CHIP
         row[_AT["out_lanes"] : _AT["out_outer"] + 1] = tiles(result)[:3]
-    # Only for equal shapes can dimensions of both be matched by number.
+    # Dimensions of both can be matched by number only for equal shapes.
     if source is not None and result is not None and source.shape == result.shape:
         before, after = tiles(source).order, tiles(result).order
         row[_AT["same_lanes"]] = before[:1] == after[:1]
         row[_AT["same_sublanes"]] = before[1:2] == after[1:2]
-        # A transpose of the two minor dimensions: data crosses lanes, a costly move on a TPU.
+        # A transpose of the two minor dimensions moves data across lanes, which is costly on a TPU.
         row[_AT["lanes_to_sublanes"]] = before[:1] == after[1:2]
     _reduced(row, kernel.inner)
     row[_AT["angles"]] = sum(
@@ -236,7 +237,7 @@ def _size(t: TensorType) -> int:
 
 
 def _reduced(row: np.ndarray, inner: Computation) -> None:
-    """Enter along which dimensions of its tiles the largest reduction runs."""
+    """Record along which tile dimensions the largest reduction runs."""
     largest: tuple[int, TensorType, Op] | None = None
     for op in inner.ops:
         if op.opcode == "reduce" and op.operands:
@@ -261,25 +262,25 @@ def _features(
 ) -> dict[str, np.ndarray]:
     """Derive the features by name, each of shape ``(n,)``, dimensionless and finite."""
     c = dict(zip(TPU_COLUMNS, own.T, strict=True))
-    # A device described without a floor must not divide by zero: a nanosecond.
+    # One nanosecond for a device described without a floor, to avoid a division by zero.
     floor = max(device.floor, 1e-9)
     near = (c["near_in"] + c["near_out"]) / _near_rate(device)
     padded_in, padded_out = c["main_in"] + c["near_in"], c["main_out"] + c["near_out"]
     return {
-        # Time: the estimate, then its parts beside the floor.
+        # Time: the estimate, then its parts relative to the floor.
         "log_base_floor": log_ratio(base, floor),
         "log_padded_main_floor": log_ratio(parts["main"] + _SMALL * floor, floor),
         "log_padded_near_floor": log_ratio(near + _SMALL * floor, floor),
         "log_registers_floor": log_ratio(parts["registers"] + _SMALL * floor, floor),
         **{f"{name}_share": part / base for name, part in parts.items()},
-        # Place: what lies on the chip.
+        # Memory space: which arrays are on the chip.
         "near_share_in": c["near_in"] / (padded_in + 1.0),
         "near_share_out": c["near_out"] / (padded_out + 1.0),
         "largest_near": c["largest_near"],
         "result_near": c["result_near"],
         "log_n_main": np.log2(1.0 + c["n_main"]),
         "log_n_near": np.log2(1.0 + c["n_near"]),
-        # Layout: padding, and whether dimensions keep their place in the tile.
+        # Layout: padding, and whether dimensions keep their position in the tile.
         "padding_in": log_ratio(padded_in + 1.0, c["touched_in"] + 1.0),
         "padding_out": log_ratio(padded_out + 1.0, c["touched_out"] + 1.0),
         "same_lanes": c["same_lanes"],
@@ -310,7 +311,7 @@ def _products(
     m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
     depth, width = device.array_rows or LANES, device.array_columns or LANES
     fill_n, fill_k = real_share(n, width), real_share(k, depth)
-    # Time of the arithmetic if the padding of rows, columns and depth is computed, too.
+    # Time of the arithmetic including the padding of rows, columns and depth.
     padded = parts["compute"] / (real_share(m, SUBLANES) * fill_n * fill_k)
     return {
         "fill_n_array": fill_n,
@@ -324,7 +325,7 @@ def _products(
 
 
 def _array_fill(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
-    """Compute a product's own share of the systolic arrays' work, shape ``(n,)``; 1 without one.
+    """Return the useful fraction of the systolic arrays' work, shape ``(n,)``; 1 without a product.
 
     Columns and depth are padded to the array, and its weights change no faster than a column of
     rows passes; either operand may be the weights.

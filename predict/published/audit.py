@@ -17,7 +17,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...features.devices.catalogue import find_described, in_catalogue
 from ...features.devices.device import DeviceSpec
-from ...features.operators.schema import BLOCKS, FAMILIES, families_told
+from ...features.operators.schema import BLOCKS, FAMILIES, families_hint
 from .audit_rows import COLLECTIVE, KERNEL, REASONS, SLACK, AuditPart, audit_part, read_audited
 
 #: Excess over the peak that a card's clock can explain: an RTX 3090 boosts a tenth beyond the 1,695
@@ -158,7 +158,7 @@ def _described(rows: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     foreign = ", ".join(sorted(rows["key"][~known].unique()))
     if len(rows) and not known.any():
         raise DatasetError(
-            f"there is no family {foreign}", where=rows["file"].iloc[0], hint=families_told()
+            f"there is no family {foreign}", where=rows["file"].iloc[0], hint=families_hint()
         )
     if foreign:
         notes.append(f"{int((~known).sum())} rows of unknown families were not checked: {foreign}")

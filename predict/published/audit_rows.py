@@ -29,7 +29,7 @@ from ...features.operators.columns import OpTable
 from ...features.operators.conv import WINOGRAD_SAVING
 from ...features.operators.features import op_features
 from ...features.operators.query import with_defaults
-from ...features.operators.schema import BLOCKS, FAMILIES, NAMES, families_told, parameters_of
+from ...features.operators.schema import BLOCKS, FAMILIES, NAMES, families_hint, parameters_of
 from ...models.collectives.links import Links
 from ...models.collectives.measurements import NEEDED, xla_rows
 from ...models.collectives.table import PLATFORMS
@@ -90,7 +90,7 @@ def read_audited(path: Path, described: Mapping[str, DeviceSpec]) -> tuple[Table
             if len(files) == 1:
                 hint = (
                     "give columns of operators (op, family, dtype, device, source, latency_us), of "
-                    f"XLA's tables, or of collectives ({', '.join(NEEDED)}); {families_told()}"
+                    f"XLA's tables, or of collectives ({', '.join(NEEDED)}); {families_hint()}"
                 )
                 raise DatasetError("the table cannot be checked", where=str(file), hint=hint)
             notes.append(f"{file.name}: not a table of operators or collectives; not checked")

@@ -21,7 +21,7 @@ from ...common.errors import DatasetError
 from ...common.parquet import check_measured, read_table
 from ...datagen.published.packs import BLOCK_TABLES, PRODUCTS, files_of, kind_of, kinds
 from ...features.devices.catalogue import find_device
-from ...features.operators.schema import families_told, sources
+from ...features.operators.schema import families_hint, sources
 from ...models.collectives.links import Links
 from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
@@ -281,6 +281,6 @@ def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
         raise DatasetError(
             "column 'source' is missing",
             where=str(path),
-            hint="add who measured each row; " + families_told(),
+            hint="add who measured each row; " + families_hint(),
         )
     return frame.assign(source=source)

@@ -26,7 +26,7 @@ from ...datagen.published.packs import BLOCK_TABLES, kind_of
 from ...features.operators import family_keys
 from ...features.operators.columns import texts_of
 from ...features.operators.query import with_defaults
-from ...features.operators.schema import families_told
+from ...features.operators.schema import families_hint
 from ...models.adapt.active import choose
 from ...models.operators import OpModel
 from ...models.operators.report import predictions
@@ -98,7 +98,7 @@ def _run(
         console.print(f"{count} rows skipped: the model has no family {key}", highlight=False)
     rows = rows[known].reset_index(drop=True)
     if not len(rows):
-        hint = "it has: " + ", ".join(sorted(model.families)) + "; " + families_told()
+        hint = "it has: " + ", ".join(sorted(model.families)) + "; " + families_hint()
         raise DatasetError("no row has a family of the model", hint=hint)
     tell("predicting the rows")
     found = staleness(model, rows, settings.false_alarms)
@@ -173,7 +173,7 @@ def read_rows(data: Path) -> pd.DataFrame:
     parts = [part for path in paths for part in _read(path)]
     if not parts:
         wanted = "expected tables with source, " + ", ".join(sorted(NEEDED))
-        wanted += "; " + families_told()
+        wanted += "; " + families_hint()
         raise DatasetError("no rows of operators with a time", where=str(data), hint=wanted)
     rows = pd.concat(parts, ignore_index=True)
     for column in ("backend", "version"):

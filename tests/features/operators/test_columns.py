@@ -55,7 +55,7 @@ def test_taken_rows_keep_texts_numbers_and_labels():
 
 
 def test_what_is_no_number_is_refused():
-    with pytest.raises(DatasetError, match="'m' holds what is no number"):
+    with pytest.raises(DatasetError, match="'m' contains something that is not a number"):
         OpRows.of(pd.DataFrame({"m": ["many"]})).numbers("m")
 
 

@@ -120,7 +120,7 @@ def test_columns_are_rows_with_the_same_defaults():
         ({"m": [], "n": 1, "k": 1}, r"columns have \[0\] rows"),
         ({"m": [1, 0], "n": 1, "k": 1}, "m=0 is not from 1"),
         ({"m": [2**41], "n": 1, "k": 1}, "is not from 1 to"),
-        ({"m": [2**70], "n": 1, "k": 1}, "m holds no whole numbers"),
+        ({"m": [2**70], "n": 1, "k": 1}, "m must contain whole numbers"),
         ({"m": 1, "n": 1, "backend": [1]}, "backend is a name"),
     ],
 )
