@@ -1,1 +1,1 @@
-"""From a program to the kernels that a target runs: by its compiler, by our rules, or op by op."""
+"""Lower programs to the kernels that a target runs: by its compiler, fusion rules, or op by op."""

@@ -1,10 +1,10 @@
-"""Cross-compilation: lowering by the target's own compiler on a machine without the target."""
+"""Cross-compilation: lowering by the target's compiler on a machine without the target."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -47,16 +47,16 @@ def lower_absent(
 
     Args:
         source: StableHLO, or HLO that is not optimised yet: for one device, partitioned with
-            explicit collectives, or with shardings over as many devices as its header sets.
-        device: What to compile for.
-        cache: Where compiled modules are kept; ``None`` keeps none.
+            explicit collectives, or with shardings over as many devices as its header states.
+        device: Target device.
+        cache: Cache of compiled modules; ``None`` disables it.
         trip_counts: As in :func:`opcast.features.lowering.lower.lower`.
         settings: Limits and options of the compilation.
 
     Raises:
-        DeviceError: The compiler needs a figure that the device's description lacks.
+        DeviceError: The device's description lacks a figure that the compiler needs.
         CompilerError: The compiler is missing, crashed, or ran out of time or memory.
-        LoweringError: The compiler refuses the program.
+        LoweringError: The compiler rejects the program.
     """
     settings = settings or CompileSettings()
     target = target_of(device)
@@ -68,11 +68,11 @@ def lower_absent(
         ops = SourceOps(stablehlo.module, stablehlo.origin)
         stored = from_data(cached.meta.get("kernels", {}), ops, cached.hlo)
         if stored is None:
-            # Data of another version: the module is read again, which needs no compiler.
+            # Kernels from another version: read the module again, which needs no compiler.
             stored = job.read(cached)
         return _finish(stored, cached.meta, target)
     lowered = job.by_layers() if settings.repeats else None
-    # By layers where that saves time, whole where the structure is unclear.
+    # By layers where that saves time; as a whole where the structure is unclear.
     lowered = lowered or job.whole()
     meta = {
         "peak_memory_bytes": lowered.peak_memory_bytes,
@@ -85,39 +85,36 @@ def lower_absent(
     return _finish(lowered, meta, target)
 
 
+@dataclass
 class _Job:
     """One program to be compiled for one target.
 
     Attributes:
-        settled: Whether the trip counts of all loops follow without the user's help.
+        settled: Whether all trip counts are known without the user's help.
     """
 
-    def __init__(
-        self,
-        source: SourceProgram,
-        target: CompileTarget,
-        settings: CompileSettings,
-        device: DeviceSpec,
-        trip_counts: TripCounts,
-    ) -> None:
-        self.source = source
-        self.target = target
-        self.settings = settings
-        self.device = device
-        self.trip_counts = trip_counts
-        self.settled = True
-        self.shape = module_counts(source.module)
+    source: SourceProgram
+    target: CompileTarget
+    settings: CompileSettings
+    device: DeviceSpec
+    trip_counts: TripCounts
+    settled: bool = True
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Replicas and partitions."""
+        return module_counts(self.source.module)
 
     def whole(self) -> LoweredProgram:
-        """Compile the program as it is."""
+        """Compile the program unchanged."""
         (lowered,) = self._compile([tag_locations(self.source.module)])
         lowered.notes += [*self._work_notes(lowered), *self._ragged_notes(lowered)]
         return lowered
 
     def by_layers(self) -> LoweredProgram | None:
-        """Compile it with fewer layers; ``None`` if too few are equal or work would be lost."""
+        """Compile with fewer layers; ``None`` if too few are equal or work would be lost."""
         module, least = self.source.module, MIN_LAYERS[self.target.platform]
-        # Tagged before ops are taken out: tags are positions in the whole program.
+        # Tagged before ops are removed: tags are indices in the whole program.
         short = shorten(module, tag_locations(module), least)
         if short is None:
             return None
@@ -129,8 +126,8 @@ class _Job:
             logger.info("the program is compiled whole: with fewer layers %s", error)
             return None
         lowered = extrapolate(full, half, short.layers)
-        # Trip counts that depend on the number of layers cannot be extrapolated, nor can lost
-        # products.
+        # Trip counts that depend on the number of layers, and lost products, cannot be
+        # extrapolated.
         if not self.settled or (notes := self._work_notes(lowered)):
             logger.info("the program is compiled whole: %s", notes if self.settled else "loops")
             self.settled = True
@@ -141,8 +138,8 @@ class _Job:
     def read(self, compiled: CachedModule) -> LoweredProgram:
         """List the kernels of a compiled module."""
         program = parse_hlo(compiled.hlo, self.source.origin)
-        # Kernels of programs whose trip counts the user gives are not cached: the next call may
-        # give others.
+        # Kernels that depend on user-given trip counts are not cached: the next call may give
+        # others.
         self.settled &= not _unknown_loops(program)
         local = LocalTarget(
             self.target.device, self.target.compiler.platform, _compiler(self.target), 1
@@ -189,18 +186,18 @@ class _Job:
 
 
 def _replicated(source: SourceProgram) -> SourceProgram:
-    """Rename partitions as replicas if the program is partitioned already."""
+    """Rename partitions to replicas if the program is already partitioned."""
     replicas, partitions = module_counts(source.module)
-    # Partitioned already: XLA's partitioner would run again and refuse partition_id.
+    # Otherwise XLA's partitioner would run again and reject partition_id.
     if replicas > 1 or partitions == 1 or not is_partitioned(source.module):
         return source
     return replace(source, _module=partitions_as_replicas(source.module, partitions))
 
 
 def is_partitioned(module: ir.Module) -> bool:
-    """Whether a module has collectives, and no op that a partitioner would still act on.
+    """Return whether a module has collectives, and no op that a partitioner would still act on.
 
-    Shardings of arguments do not count: a partitioner leaves them as a record of what they were.
+    Shardings of arguments do not count: a partitioner keeps them for information.
     """
     talks = False
     for op in walk_ops(module):
@@ -213,7 +210,7 @@ def is_partitioned(module: ir.Module) -> bool:
 def _key(source: SourceProgram, target: CompileTarget, settings: CompileSettings) -> str:
     options = sorted((name, repr(value)) for name, value in settings.flags.items())
     described = target.config
-    # libtpu is told a chip by name; an empty configuration must not make all generations alike.
+    # libtpu identifies a chip by name; an empty configuration must not conflate generations.
     if target.platform == "tpu":
         described = f"{target.architecture} {target.config}".strip()
     return LoweringCache.key(

@@ -1,6 +1,6 @@
-"""Lowered programs on disk: compiling takes seconds to minutes, reading its result milliseconds.
+"""On-disk cache of lowered programs: compiling takes seconds to minutes, reading milliseconds.
 
-The target is remembered there, too (:func:`local_target`): starting a backend takes seconds.
+It also remembers the target (:func:`local_target`), because starting a backend takes seconds.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from ..kernels.program_json import schedule_from_json, schedule_to_json
 
 logger = logging.getLogger(__name__)
 
-#: Raised whenever entries of older versions can no longer be used.
-#: It is part of every key, so that old entries are never read and are evicted in time.
+#: Incremented whenever entries of older versions can no longer be used. It is part of every key, so
+#: old entries are never read and are evicted eventually.
 CACHE_VERSION = 1
-#: Bytes of entries that are kept by default. Engineering estimate.
+#: Default limit on the bytes of entries. Engineering estimate.
 DEFAULT_MAX_BYTES = 2_000_000_000
-#: Share of the limit that an eviction leaves, so that not every write evicts again.
+#: Fraction of the limit that remains after an eviction, so that not every write evicts again.
 _KEPT_AFTER_EVICTION = 0.9
 _SUFFIX = ".json.gz"
 
 
 class CachedModule(NamedTuple):
-    """An entry: a compiled module.
+    """A cache entry: a compiled module.
 
     Attributes:
         hlo: Optimised module text.
-        meta: JSON values that belong to it, such as the peak memory.
+        meta: Associated JSON values, such as the peak memory.
     """
 
     hlo: str
@@ -52,14 +52,14 @@ class CachedModule(NamedTuple):
 
 
 class LoweringCache:
-    """Compiled modules in a folder, by key; the least recently used go when it grows too big.
+    """Compiled modules in a folder, by key, with least-recently-used eviction.
 
-    Several processes may use one folder: entries are written to a temporary file and renamed. An
-    entry that cannot be read counts as missing; a folder that cannot be written is only logged.
+    Several processes may share a folder: entries are written to a temporary file and renamed. An
+    entry that cannot be read counts as missing; failures to write are only logged.
 
     Args:
         root: Folder; by default ``lowered`` in the user's cache (``$OPCAST_CACHE``).
-        max_bytes: Bytes of entries to keep.
+        max_bytes: Limit on the bytes of entries.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LoweringCache:
 
     @staticmethod
     def key(*parts: str) -> str:
-        """Make the key of what was compiled, for what, by what and how."""
+        """Compute the key from the program, target, compiler and options."""
         text = "\0".join([f"v{CACHE_VERSION}", *parts])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -86,17 +86,16 @@ class LoweringCache:
             logger.warning("ignored the damaged cache entry %s: %s", path, error)
             return None
         try:
-            # The time of modification serves as the time of the last use: access times are often
-            # switched off.
+            # The modification time records the last use, since access times are often disabled.
             os.utime(path)
         except OSError:
             logger.debug("cannot mark %s as used", path)
         return module
 
     def put(self, key: str, hlo: str, meta: JsonObject) -> None:
-        """Write an entry; a failure is logged and otherwise without consequence."""
+        """Write an entry; failures are only logged."""
         path = self._path(key)
-        # Level 3 packs HLO text nearly as small as level 9, several times faster.
+        # Level 3 compresses HLO text nearly as well as level 9, several times faster.
         data = gzip.compress(json.dumps({"hlo": hlo, "meta": meta}).encode(), compresslevel=3)
         try:
             write_bytes(path, data)
@@ -110,7 +109,7 @@ class LoweringCache:
             path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
-        # 256 folders, as Git keeps objects: some file systems are slow with many files in one.
+        # 256 folders, as in Git: some file systems are slow with many files in one.
         return self.root / key[:2] / (key + _SUFFIX)
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
@@ -135,12 +134,12 @@ class LoweringCache:
             total -= size
 
 
-#: Raised whenever the same module would give other kernels, so that older data is not used.
+#: Incremented whenever the same module would give different kernels, to invalidate older data.
 EXTRACTION_VERSION = 11
 
 
 def to_data(lowered: LoweredProgram) -> dict[str, object]:
-    """Kernels with their names, and sources as walk indices.
+    """Convert kernels to plain data, with names, and with sources as walk indices.
 
     Args:
         lowered: Compiled from StableHLO, with the trip counts of all loops known.
@@ -155,7 +154,7 @@ def to_data(lowered: LoweredProgram) -> dict[str, object]:
 
 
 def from_data(data: JsonMapping, ops: Sequence[Source], hlo: str) -> LoweredProgram | None:
-    """Rebuild what :func:`to_data` wrote; ``None`` if it is damaged or of another version.
+    """Rebuild the result of :func:`to_data`; ``None`` if damaged or from another version.
 
     Args:
         data: The plain data.
@@ -177,7 +176,7 @@ def from_data(data: JsonMapping, ops: Sequence[Source], hlo: str) -> LoweredProg
     return lowered
 
 
-#: Environment variables that change what JAX compiles for, or how.
+#: Environment variables that affect what JAX compiles for, or how.
 _SETTINGS = (
     "JAX_PLATFORMS",
     "JAX_PLATFORM_NAME",
@@ -190,7 +189,7 @@ _SETTINGS = (
     "PJRT_DEVICE",
     "TPU_VISIBLE_CHIPS",
 )
-#: Packages whose versions decide what a program is compiled to.
+#: Packages whose versions affect the compiled program.
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -209,7 +208,7 @@ class LocalTarget:
         device: Canonical name of the device.
         platform: ``cpu``, ``gpu`` or ``tpu``.
         compiler: Compiler and version.
-        device_count: Devices that the backend has.
+        device_count: Number of devices of the backend.
     """
 
     device: str
@@ -221,15 +220,17 @@ class LocalTarget:
 def local_target() -> LocalTarget:
     """Describe the default backend.
 
-    A started backend is asked. Otherwise the answer of an earlier process counts, if it had the
-    same machine, devices, packages and settings: starting a GPU backend takes seconds and memory.
+    A running backend is queried. Otherwise the result from an earlier process is reused if machine,
+    devices, packages and settings are unchanged: starting a GPU backend takes seconds and memory.
 
     Raises:
         LoweringError: JAX cannot start a backend.
     """
+    from ..ir.jax_compat import backends_started
+
     path = home() / "targets" / f"{environment_hash()}.json"
-    # A backend that runs already answers for free, and may have been chosen in the process itself.
-    if not _is_started():
+    # Querying a running backend is free, and it may have been chosen in this process.
+    if not backends_started():
         try:
             return LocalTarget(**parse_json(path.read_text()))
         except (OSError, ValueError, TypeError):
@@ -243,10 +244,10 @@ def local_target() -> LocalTarget:
 
 
 def environment_hash() -> str:
-    """Digest everything but the program that decides what it is compiled to."""
+    """Return a digest of everything except the program that affects compilation."""
     import jax
 
-    # Host and kernel: a home folder may be shared by machines with unlike devices.
+    # Host and kernel: machines with different devices may share a home folder.
     parts = [platform.node(), platform.machine(), platform.release(), str(os.cpu_count())]
     parts += [f"{name}={os.environ.get(name, '')}" for name in _SETTINGS]
     versions = installed(_PACKAGES)
@@ -259,12 +260,6 @@ def environment_hash() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _is_started() -> bool:
-    from ..ir.jax_compat import backends_started
-
-    return backends_started()
-
-
 def _ask() -> LocalTarget:
     import jax
 
@@ -275,7 +270,7 @@ def _ask() -> LocalTarget:
             f"JAX has no device to compile for: {str(error).splitlines()[0]}",
             hint="unset or change JAX_PLATFORMS, or use lowering='op'",
         ) from error
-    # The version text may span lines.
+    # The version text may span several lines.
     version = " ".join(str(device.client.platform_version).split())
     compiler = f"xla {installed(('jaxlib',)).get('jaxlib', '')} {device.client.platform}"
     if version and version != device.client.platform:

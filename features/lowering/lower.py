@@ -1,4 +1,4 @@
-"""From a program to the kernels that a target runs: the one entry for all lowerings."""
+"""Lower a program to the kernels that a target runs: the entry point of all lowerings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .target_compiler.install import PLATFORMS, find_compiler
 if TYPE_CHECKING:
     from .target_compiler.process import CompileSettings
 
-#: Most ops of a program that is lowered without a compiler, its functions inlined: some 12,000 take
-#: two seconds. Engineering estimate.
+#: Most ops, with functions inlined, of a program lowered without a compiler: some 12,000 take two
+#: seconds. Engineering estimate.
 MOST_OPS = 2**20
 
 
@@ -43,32 +43,33 @@ def lower(
     """Lower a program to kernels.
 
     Args:
-        source: A :class:`SourceProgram`, or whatever :func:`read_program` takes: a path, text or
+        source: A :class:`SourceProgram`, or any input of :func:`read_program`: a path, text or
             bytes of StableHLO or HLO, a lowered or exported JAX function.
-        lowering: ``xla`` compiles with the compiler of ``device``, or JAX's default backend if that
-            is the device or none is given; ``fused`` applies our own fusion rules; ``op`` makes
-            every op a kernel; ``auto`` is ``xla``, or ``fused`` where the device's compiler is not
-            installed. HLO that is optimised and scheduled already is taken as it is by ``xla``.
-        cache: Cache of compiled programs; ``None`` takes the default one, ``False`` none.
-        trip_counts: Trips of loops whose count cannot be found: one number for all, or by name or
-            source line (``model.py:12``).
-        device: What the prediction is for: a description, its name in the catalogue, the path of a
-            device file, or ``local`` for JAX's default device. A GPU or TPU that is another one is
-            compiled for by its own compiler, which needs neither the device nor a driver.
-        fallback: Lowering to take where that compiler is missing, fails or exceeds its limits; a
-            note mentions it. By default it is an error.
-        settings: Limits and options of that compiler; ``fused`` heeds those of horizontal fusion,
-            ``xla_gpu_use_horizontal_fusion``, and of products, ``xla_gpu_enable_triton_gemm``.
+        lowering: ``xla`` compiles with the compiler of ``device``, or with JAX's default backend if
+            that is the device or none is given; ``fused`` applies opcast's fusion rules; ``op``
+            makes every op a kernel; ``auto`` is ``xla``, or ``fused`` where the device's compiler
+            is not installed. ``xla`` uses optimised and scheduled HLO unchanged.
+        cache: Cache of compiled programs; ``None`` for the default one, ``False`` for none.
+        trip_counts: Trips of loops whose count cannot be determined: one number for all, or by name
+            or source line (``model.py:12``).
+        device: Target of the prediction: a description, its name in the catalogue, the path of a
+            device file, or ``local`` for JAX's default device. Another GPU or TPU is compiled for
+            by its own compiler, which needs neither the device nor a driver.
+        fallback: Lowering to use if that compiler is missing, fails or exceeds its limits; a note
+            reports it. By default this is an error.
+        settings: Limits and options of that compiler; ``fused`` also follows those of horizontal
+            fusion, ``xla_gpu_use_horizontal_fusion``, and of products,
+            ``xla_gpu_enable_triton_gemm``.
 
     Returns:
         Kernels in schedule order with peak memory and notes.
 
     Raises:
-        LoweringError: The name is unknown, or the compiler does not take the program.
+        LoweringError: The name is unknown, or the compiler rejects the program.
         CompilerError: The device's compiler is not installed, crashed, or exceeded its limits.
         DeviceError: The device is unknown, or its description lacks a figure that the compiler
             needs.
-        ProgramError: The program cannot be read, or it is malformed.
+        ProgramError: The program cannot be read or is malformed.
         InternalError: A rule of opcast fails on the program.
     """
     return lower_with(
@@ -77,7 +78,7 @@ def lower(
 
 
 def lower_with(source: object, options: LoweringOptions) -> LoweredProgram:
-    """Lower a program to kernels; :func:`lower` with its options as one value.
+    """Lower a program to kernels, as :func:`lower` with its options in one object.
 
     Raises:
         OpcastError: As :func:`lower`.
@@ -117,10 +118,10 @@ def _described(device: object) -> DeviceSpec | None:
 
 
 def _check_size(program: Program) -> None:
-    """Refuse a program whose calls multiply: a few lines can stand for more ops than atoms.
+    """Reject a program whose nested calls multiply into too many ops.
 
     Raises:
-        ProgramError: Inlined, it has more than :data:`MOST_OPS`.
+        ProgramError: Inlined, it has more than :data:`MOST_OPS` ops.
     """
     count = program.inlined_op_count
     if count > MOST_OPS:
@@ -138,8 +139,8 @@ def _lower(
     if trip_counts is not None and program.trip_counts != trip_counts:
         program = replace(program, trip_counts=trip_counts)
     asked = options.lowering
-    # Asking which device is local may start a JAX backend: only a lowering that compiles needs to
-    # know.
+    # Determining the local device may start a JAX backend, so it is done only for lowerings that
+    # compile.
     absent = device is not None and asked in (AUTO, "xla") and _is_absent(program, device)
     choice = choose_lowering(asked, device, absent=absent)
     widened = ""
@@ -147,11 +148,11 @@ def _lower(
         widened = _widened_by_stand_in(program.program, device)
     if widened and asked == AUTO:
         choice = Choice("fused", f"kernels are made by opcast's own fusion rules: {widened}")
-    # Compilers bound themselves by time and memory; what they wrote is inlined here as well.
+    # Compilers limit their own time and memory; HLO that they wrote is inlined here as well.
     if choice.lowering != "xla" or program.kind == "hlo":
         _check_size(program.program)
     if choice.lowering == "op":
-        # Imports are local: `fused` and `op` must work without jaxlib's compiler, and load quickly.
+        # Local imports: `fused` and `op` must work without jaxlib's compiler, and load quickly.
         from .fused.unfused import as_run
         from .op import lower_op
 
@@ -170,7 +171,7 @@ def _lower(
         if choice.note:
             lowered.notes.insert(0, choice.note)
         return lowered
-    # `False` switches the cache off, `None` asks for the default one.
+    # `False` disables the cache, `None` selects the default one.
     store = LoweringCache() if options.cache is None else options.cache or None
     if device is not None and absent:
         from .absent import lower_absent
@@ -194,11 +195,10 @@ def _lower(
 
 
 def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
-    """Return whether a device is a GPU or TPU other than JAX's default: cross-compile for it."""
+    """Return whether a device is a GPU or TPU other than JAX's default, to cross-compile for."""
     if device.platform not in ("gpu", "tpu") or _is_compiled(program):
         return False
-
-    # Without a device file there is no GPU or TPU here, so JAX need not be started to find out.
+    # Without a device file this machine has no GPU or TPU, so JAX need not be started to find out.
     if not device_files():
         return True
     names = {device_slug(name) for name in (device.name, *device.aliases)}
@@ -206,7 +206,7 @@ def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
 
 
 def _widened_by_stand_in(program: Program, device: DeviceSpec) -> str:
-    """Say which formats of a program's products the architecture lacks that stands for a chip's."""
+    """Describe product formats that the stand-in architecture's rules widen; empty if none."""
     target = str(device.compiler.get("target", ""))
     rules = generations().nearest.get(target, target)
     own, other = (narrow_floats_of(name) or frozenset() for name in (target, rules))
@@ -237,7 +237,7 @@ def _note_platform(lowered: LoweredProgram, device: DeviceSpec | None) -> None:
     known = lowered.compiler.split()
     if device is None or len(known) < 3:
         return
-    # compiler reads "xla <version> <platform> …" (local_target.py).
+    # The compiler is recorded as "xla <version> <platform> …" (cache.py).
     platform = "gpu" if known[2] in ("cuda", "rocm") else known[2]
     if platform != device.platform:
         lowered.notes.append(
@@ -251,7 +251,7 @@ class Choice(NamedTuple):
 
     Attributes:
         lowering: One of :data:`.options.LOWERINGS`.
-        note: What the user should know; empty if the best one was taken.
+        note: Reason for the user; empty if the best one was chosen.
     """
 
     lowering: str
@@ -259,17 +259,17 @@ class Choice(NamedTuple):
 
 
 def choose_lowering(lowering: str, device: DeviceSpec | None, *, absent: bool) -> Choice:
-    """Choose the lowering that ``auto`` stands for.
+    """Choose the lowering that ``auto`` selects.
 
     Args:
-        lowering: What the user asked for; anything but ``auto`` is taken as it is.
-        device: What the prediction is for.
-        absent: Whether that needs a compiler of its own: it is not JAX's default device, and the
+        lowering: Requested lowering; anything except ``auto`` is used unchanged.
+        device: Target of the prediction.
+        absent: Whether the target needs its own compiler: it is not JAX's default device, and the
             program is not compiled yet.
 
     Returns:
-        For ``auto``, ``xla`` where the compiler is at hand and the device's description says what
-        it needs, else ``fused``.
+        For ``auto``, ``xla`` if the compiler is available and the device's description has the
+        figures it needs, else ``fused``.
 
     Raises:
         LoweringError: The name is unknown.

@@ -25,14 +25,14 @@ def lower_op(source: SourceProgram, device: DeviceSpec | None = None) -> Lowered
 
     Args:
         source: StableHLO or HLO.
-        device: Decides how products are computed; without one, as they are written.
+        device: Determines how products are computed; without one, as they are written.
 
     Raises:
         ProgramError: The program is malformed.
     """
     program = source.program
     if device is not None:
-        # Of a chip that no rule knows nothing says which floats it lacks.
+        # For a chip without rules, all floats are assumed to be supported.
         narrow = narrow_floats_of(str(device.compiler.get("target", "")))
         known = narrow if narrow is not None else frozenset(DTYPE_BITS)
         program = as_computed(program, device.platform, known)
@@ -51,7 +51,7 @@ def lower_op(source: SourceProgram, device: DeviceSpec | None = None) -> Lowered
 
 
 def whole_notes(program: Program, kernels: Sequence[Kernel]) -> list[str]:
-    """Note that only a compiler would partition the program, if that is so."""
+    """Return a note if only a compiler would partition the program."""
     if program.num_partitions <= 1 or any(k.kind == "collective" for k in kernels):
         return []
     return [
@@ -60,10 +60,12 @@ def whole_notes(program: Program, kernels: Sequence[Kernel]) -> list[str]:
     ]
 
 
-#: Products may be removed as dead or equal, or padded; a note reports changes beyond this ratio.
+#: Compilers may remove dead or duplicate products, or pad them; larger relative changes are noted.
 _TOLERANCE = 0.02
 #: Ops whose work has to survive compilation.
 _PRODUCTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
+#: Opcode of ragged products.
+_RAGGED = "ragged-dot"
 
 
 def product_flops(kernels: Iterable[Kernel]) -> float:
@@ -75,16 +77,12 @@ def product_flops(kernels: Iterable[Kernel]) -> float:
     return total
 
 
-#: Opcode of ragged products.
-_RAGGED = "ragged-dot"
-
-
 def ragged_notes(opcodes: Iterable[str], kernels: Iterable[Kernel]) -> list[str]:
-    """Note that a compiler without a kernel for ragged products multiplies densely.
+    """Return a note if a compiler without a kernel for ragged products multiplies densely.
 
     Args:
-        opcodes: Those of the source.
-        kernels: What the compiler made of it.
+        opcodes: Opcodes of the source.
+        kernels: Kernels of the compiled program.
     """
     if _RAGGED not in opcodes or any(_RAGGED in k.name for k in kernels):
         return []
@@ -103,11 +101,11 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
         devices: Number of devices.
 
     Returns:
-        A note if work went missing, or if products are computed more than once on one device.
+        A note if work is missing, or if products are computed repeatedly on one device.
     """
     before, after = list(before), list(after)
     source, products = product_flops(before), product_flops(after)
-    # A compiler may write small products as multiplications and sums, so all FLOPs count here.
+    # A compiler may rewrite small products as multiplications and sums, so all FLOPs count here.
     # The source's FLOPs cover all devices, the compiled kernels one.
     done = devices * sum(k.flops * k.multiplicity for k in after if k.takes_time)
     if done < (1 - _TOLERANCE) * source:
@@ -115,8 +113,7 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
             f"products of the program are {source / 1e9:.4g} GFLOP, all its kernels "
             f"{done / 1e9:.4g}: the compiler removed some, or a kernel was not understood"
         ]
-    # Over several devices some products are meant to be replicated: only lost work is reported
-    # there.
+    # Over several devices, replicating some products is intended, so only lost work is reported.
     ragged = any(k.opcode == _RAGGED for k in before)
     if devices == 1 and not ragged and products > (1 + _TOLERANCE) * source > 0:
         return [
@@ -127,7 +124,7 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
 
 
 def uncosted_notes(kernels: Iterable[Kernel]) -> list[str]:
-    """Note calls of the host, and each custom call of which nothing is known: its bytes count."""
+    """Note calls to the host, and custom calls of unknown cost, of which only bytes count."""
     kernels = list(kernels)
     counts = Counter(name for k in kernels if k.takes_time for name in unknown_calls(k.body))
     return [
@@ -150,7 +147,7 @@ def _host_notes(kernels: Iterable[Kernel]) -> list[str]:
 
 
 def _host_bytes(kernel: Kernel) -> float:
-    """Bytes that a call of the host sends and receives; a transfer's end adds none."""
+    """Return the bytes that a host call sends and receives; the end of a transfer adds none."""
     *operands, own = kernel.body.entry_computation.ops
     sent = sum(op.result_bytes for op in operands)
     return {"send": sent, "recv": own.result_bytes, "custom-call": sent + own.result_bytes}.get(
@@ -159,7 +156,7 @@ def _host_bytes(kernel: Kernel) -> float:
 
 
 def call_remedy(name: str) -> str:
-    """What tells the cost of a custom call, by its name."""
+    """Describe how to provide the cost of a custom call."""
     if "tpu_custom_call" in name:
         return "state it by pallas_call(…, cost_estimate=pl.CostEstimate(…))"
     if "triton" in name or "mosaic" in name:

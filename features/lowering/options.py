@@ -1,4 +1,4 @@
-"""Options of a lowering, as one value for every caller between a command and a compiler."""
+"""Options of a lowering, as one object for all callers between a command and a compiler."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     from .cache import LoweringCache
     from .target_compiler.process import CompileSettings
 
-#: Lowerings by falling fidelity.
+#: Lowerings by decreasing fidelity.
 LOWERINGS = ("xla", "fused", "op")
 
-#: The best lowering that is possible.
+#: The best available lowering.
 AUTO = "auto"
 
-#: XLA's option for horizontal fusion, which ``fused`` heeds too. JAX 0.10's XLA has dropped it.
+#: XLA's option for horizontal fusion, which ``fused`` also follows. JAX 0.10's XLA dropped it.
 HORIZONTAL = "xla_gpu_use_horizontal_fusion"
-#: XLA's option for products whose kernels Triton generates, which ``fused`` heeds too.
+#: XLA's option for products with Triton kernels, which ``fused`` also follows.
 GENERATED = "xla_gpu_enable_triton_gemm"
-#: All options that ``fused`` heeds.
+#: All compiler options that ``fused`` follows.
 HEEDED = (GENERATED, HORIZONTAL)
 
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """How a program is lowered, and for what.
+    """How a program is lowered, and for what target.
 
     Attributes:
         lowering: ``xla``, ``fused`` or ``op``; ``auto`` is ``xla``, or ``fused`` where the device's
             compiler is not installed.
-        device: What the prediction is for: a description, a name in the catalogue, the path of a
+        device: Target of the prediction: a description, a name in the catalogue, the path of a
             device file; ``local`` or ``None`` for JAX's default device.
-        trip_counts: Trips of loops whose count cannot be found: one number for all, or by name or
-            source line (``model.py:12``).
-        fallback: Lowering to take where the device's compiler is missing, fails or exceeds its
-            limits; empty to raise.
-        settings: Limits and options of that compiler; ``None`` takes the defaults.
-        cache: Cache of compiled programs; ``None`` takes the default one, ``False`` none.
+        trip_counts: Trips of loops whose count cannot be determined: one number for all, or by name
+            or source line (``model.py:12``).
+        fallback: Lowering to use if the device's compiler is missing, fails or exceeds its limits;
+            empty to raise.
+        settings: Limits and options of that compiler; ``None`` for the defaults.
+        cache: Cache of compiled programs; ``None`` for the default one, ``False`` for none.
     """
 
     lowering: str = AUTO
@@ -60,11 +60,11 @@ class LoweringOptions:
 
     @property
     def generated(self) -> bool:
-        """Whether the compiler's options leave products to kernels that it generates."""
+        """Whether the compiler's options allow generated (Triton) kernels for products."""
         return self.settings is None or bool(self.settings.flags.get(GENERATED, True))
 
     def check(self) -> None:
-        """Refuse unknown lowerings.
+        """Reject unknown lowerings.
 
         Raises:
             LoweringError: The lowering or the fallback is unknown.
@@ -78,7 +78,7 @@ DEFAULTS = LoweringOptions()
 
 
 def check_lowering(name: str) -> None:
-    """Refuse an unknown lowering.
+    """Reject an unknown lowering.
 
     Raises:
         LoweringError: The name is neither a lowering nor ``auto``.

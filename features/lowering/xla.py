@@ -1,4 +1,4 @@
-"""Lowering by the real compiler: what XLA makes of a program on JAX's default backend."""
+"""Lowering by the real compiler: XLA on JAX's default backend."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class NativeExecutable:
-    """A program compiled for JAX's default backend, to be run or read as kernels.
+    """A program compiled for JAX's default backend, to be run or listed as kernels.
 
     Attributes:
-        source: What was compiled.
+        source: The compiled program.
         executable: JAX's loaded executable.
         hlo: Optimised module text.
-        peak_memory_bytes: Peak device memory as the compiler states it; 0 if it does not.
-        target: What it was compiled for.
+        peak_memory_bytes: Peak device memory as stated by the compiler; 0 if not stated.
+        target: Target of the compilation.
         device_count: Devices that it runs on.
     """
 
@@ -63,19 +63,19 @@ class NativeExecutable:
 
     @property
     def aliases(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (output, parameter) that share a buffer: the parameter is consumed by a run."""
+        """Pairs (output, parameter) that share a buffer: a run consumes the parameter."""
         return self.program.aliases
 
-    @cached_property
-    def _lowered(self) -> LoweredProgram:
-        return lower_compiled(self.program, self.hlo, self.source, self.target, self._meta())
-
-    def lowered(self) -> LoweredProgram:
-        """Return its kernels, as :func:`opcast.features.lowering.lower.lower` gives them."""
-        return self._lowered
-
-    def _meta(self) -> dict[str, object]:
+    @property
+    def meta(self) -> dict[str, object]:
+        """Peak memory and compiler, as cached with the module."""
         return {"peak_memory_bytes": self.peak_memory_bytes, "compiler": self.target.compiler}
+
+    def lowered(self, trip_counts: TripCounts = None) -> LoweredProgram:
+        """List its kernels; ``trip_counts`` are the user's."""
+        return lower_compiled(
+            self.program, self.hlo, self.source, self.target, self.meta, trip_counts
+        )
 
     def run(self, arguments: Sequence[object]) -> list[jax.Array]:
         """Execute once, without waiting for the result.
@@ -103,7 +103,7 @@ def compile_native(
         flags: Options of XLA by name without dashes.
 
     Raises:
-        LoweringError: The backend does not compile it, or there are too few devices.
+        LoweringError: The backend cannot compile it, or there are too few devices.
     """
     from ..ir import jax_compat as _jax_compat
     from ..ir.mlir import bindings as _bindings
@@ -112,7 +112,7 @@ def compile_native(
     replicas, partitions = _bindings.module_counts(stablehlo.module)
     target = local_target()
     count = replicas * partitions
-    # Checked here, since XLA's own message names neither the program nor the remedy.
+    # Checked here because XLA's message names neither the program nor the remedy.
     if count > target.device_count:
         raise LoweringError(
             f"the program is written for {count} devices ({replicas} replicas of {partitions} "
@@ -121,8 +121,7 @@ def compile_native(
             hint="use lowering='op', or for a CPU "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count}",
         )
-    # Tags become metadata of instructions, from which kernels are traced back
-    # (kernels/extract.py).
+    # Tags become instruction metadata, from which kernels are traced back (kernels/extract.py).
     module = _bindings.tag_locations(stablehlo.module)
     if name:
         _bindings.rename_module(module, name)
@@ -143,13 +142,13 @@ def lower_xla(
     """Compile a program, or take it from the cache, and list its kernels.
 
     Args:
-        source: StableHLO or HLO; scheduled HLO is taken as it is.
-        cache: Where compiled modules are kept; ``None`` keeps none.
+        source: StableHLO or HLO; scheduled HLO is used unchanged.
+        cache: Cache of compiled modules; ``None`` disables it.
         trip_counts: As in :func:`opcast.features.lowering.lower.lower`.
-        device: What scheduled HLO was compiled for, if known.
+        device: Device that scheduled HLO was compiled for, if known.
 
     Raises:
-        LoweringError: The backend does not compile it, or there are too few devices.
+        LoweringError: The backend cannot compile it, or there are too few devices.
     """
     if source.kind == "hlo" and source.program.is_scheduled:
         text = source.compile_input
@@ -157,13 +156,9 @@ def lower_xla(
         target = LocalTarget("hlo", device.platform if device is not None else "", "", 1)
         return lower_compiled(source.program, hlo, source, target, {}, trip_counts)
     if cache is None:
-        native = compile_native(source)
-        meta = native._meta()
-        return lower_compiled(
-            native.program, native.hlo, native.source, native.target, meta, trip_counts
-        )
+        return compile_native(source).lowered(trip_counts)
     target = local_target()
-    # The environment is part of the key: XLA_FLAGS and versions change kernels.
+    # The environment is part of the key: XLA_FLAGS and versions affect kernels.
     key = cache.key(source.content_hash, target.device, target.compiler, environment_hash(), "xla")
     cached = cache.get(key)
     if cached is not None:
@@ -176,14 +171,12 @@ def lower_xla(
         if program is not None:
             return lower_compiled(program, cached.hlo, stablehlo, target, cached.meta, trip_counts)
     native = compile_native(source)
-    meta = native._meta()
-    # Read before trip counts are filled in from the source or the user.
+    # Checked before trip counts are filled in from the source or the user.
     settled = not _unknown_loops(native.program)
-    lowered = lower_compiled(
-        native.program, native.hlo, native.source, native.target, meta, trip_counts
-    )
-    # Kernels are kept too where nothing but the module decides them: trip counts can be given.
-    cache.put(key, native.hlo, {**meta, "kernels": to_data(lowered)} if settled else meta)
+    lowered = native.lowered(trip_counts)
+    # Kernels are cached only if they follow from the module alone, without given trip counts.
+    kept = {**native.meta, "kernels": to_data(lowered)} if settled else native.meta
+    cache.put(key, native.hlo, kept)
     return lowered
 
 
@@ -200,8 +193,8 @@ def lower_compiled(
     Args:
         program: The module; unknown trip counts are filled in.
         hlo: Its text.
-        source: What it was compiled from, for provenance and trip counts.
-        target: What it was compiled for.
+        source: The program it was compiled from, for provenance and trip counts.
+        target: Target of the compilation.
         meta: ``peak_memory_bytes`` and ``compiler``, if known.
         trip_counts: The user's, for loops where none is found.
     """
@@ -218,7 +211,7 @@ def lower_compiled(
         target=target.device,
         compiler=str(meta.get("compiler", "")),
         peak_memory_bytes=stated or peak_memory(program),
-        # Where the compiler states no memory figures, buffer lifetimes give an estimate.
+        # Where the compiler states no memory statistics, buffer lifetimes give an estimate.
         memory_source="compiler" if stated else "liveness",
         notes=[*notes, *uncosted_notes(kernels)],
         entry_bytes=entry_bytes(program),
@@ -227,7 +220,7 @@ def lower_compiled(
 
 
 def _parsed(hlo: str, origin: str) -> Program | None:
-    """Parse a cached module; ``None`` if it cannot be read, so that it is compiled again."""
+    """Parse a cached module; ``None`` if it cannot be read, so that it is recompiled."""
     from ...common.errors import ProgramError
 
     try:
@@ -263,7 +256,7 @@ def _unknown_loops(program: Program) -> list[Op]:
 
 
 def _loops_of(source: SourceProgram) -> dict[int, Op]:
-    """Return the loops of a StableHLO program by their position in its walk."""
+    """Return the loops of a StableHLO program by walk index."""
     return {
         op.source.index: op
         for comp in source.program.computations.values()
@@ -273,7 +266,7 @@ def _loops_of(source: SourceProgram) -> dict[int, Op]:
 
 
 def _as_stablehlo(source: SourceProgram) -> SourceProgram:
-    """Convert to StableHLO, which compilers take."""
+    """Convert to StableHLO, which compilers accept."""
     if source.kind == "stablehlo":
         return source
     from ..ir.jax_compat import hlo_to_stablehlo
@@ -282,7 +275,7 @@ def _as_stablehlo(source: SourceProgram) -> SourceProgram:
     text, counts = source.compile_input, header_counts(source)
     try:
         data = hlo_to_stablehlo(text if isinstance(text, str) else text.decode())
-        if counts != (1, 1):  # the converter forgets them
+        if counts != (1, 1):  # the converter drops them
             data = write_bytecode(with_partitions(data, counts[1], counts[0]))
     except Exception as error:  # the converter raises several unrelated classes
         raise _compile_error(error, source.origin) from error
@@ -293,9 +286,9 @@ def _as_stablehlo(source: SourceProgram) -> SourceProgram:
 
 
 def _peak(executable: Any) -> float:
-    """Sum the bytes of arguments, results and temporaries, donated arguments once.
+    """Return the bytes of arguments, results and temporaries, counting donated arguments once.
 
-    The compiler's own ``peak_memory_in_bytes`` leaves temporaries out on CPUs.
+    The compiler's ``peak_memory_in_bytes`` excludes temporaries on CPUs.
     """
     try:
         stats = executable.get_compiled_memory_stats()

@@ -1,11 +1,10 @@
-"""Rewrite a program's collectives as XLA does before it fuses anything.
+"""Rewrite a program's collectives as XLA does before fusion.
 
-A partitioner leaves one collective for each use. XLA's GPU and TPU pipelines then drop those that
-are computed twice (CSE), turn an all-reduce of which every device keeps its own slice into a
-reduce-scatter (ReduceScatterCreator), and add before they reduce (AllReduceReassociate,
-ReduceScatterReassociate). A program that no compiler has seen would otherwise communicate far more
-than what runs. That collectives are combined afterwards is the matter of
-:mod:`opcast.simulate.program.nodes`.
+A partitioner emits one collective per use. XLA's GPU and TPU pipelines then remove duplicates
+(CSE), turn an all-reduce of which every device keeps only its slice into a reduce-scatter
+(ReduceScatterCreator), and add before reducing (AllReduceReassociate, ReduceScatterReassociate). An
+uncompiled program would otherwise communicate far more than the one that runs. Combining
+collectives afterwards is done in :mod:`opcast.simulate.program.nodes`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PURE_COLLECTIVES = frozenset(
 )
 #: Ops with side effects, or whose results differ although they look equal.
 IMPURE = named("impure")
-#: Ops whose value is the device's number, and collectives that add up.
+#: Ops that return the device's number, and collectives that sum.
 _RANKS = frozenset(("partition-id", "replica-id"))
 _REDUCED = frozenset(("all-reduce", "reduce-scatter"))
 
@@ -31,7 +30,7 @@ def optimise_collectives(program: Program) -> Program:
     """Rewrite a program to fewer and cheaper collectives with the same values.
 
     Args:
-        program: Not optimised yet. It is left as it is.
+        program: Not optimised yet; it is not changed.
     """
     computations = {
         name: _Rewriter(program, own).run() for name, own in program.computations.items()
@@ -40,7 +39,7 @@ def optimise_collectives(program: Program) -> Program:
 
 
 class _Rewriter:
-    """One computation, rewritten in place: an op keeps its position or is dropped at the end."""
+    """Rewrites one computation in place: an op keeps its index or is dropped at the end."""
 
     def __init__(self, program: Program, computation: Computation) -> None:
         self.program, self.computation = program, computation
@@ -50,7 +49,7 @@ class _Rewriter:
 
     def run(self) -> Computation:
         """Apply all rewrites."""
-        # Most computations (reducers, bodies) have none and stay the same object.
+        # Most computations (reducers, bodies) have no collectives and stay the same object.
         if not any(op.opcode in PURE_COLLECTIVES for op in self.ops):
             return self.computation
         self._merge_equal()
@@ -69,8 +68,8 @@ class _Rewriter:
 
     def _merge_equal(self) -> None:
         """Merge equal collectives by value numbering: equal ops on equal operands are equal."""
-        # All pure ops get a value number, so that collectives of equal but separate operands are
-        # found; only the collectives themselves are merged, the rest is the compiler's business.
+        # All pure ops get a value number, to find collectives of equal but separate operands; only
+        # the collectives are merged, the rest is left to the compiler.
         number, known = list(range(len(self.ops))), dict[Hashable, int]()
         for place, op in enumerate(self.ops):
             if op.opcode in IMPURE:
@@ -93,13 +92,13 @@ class _Rewriter:
         return op.opcode, tuple(operands), op.results, repr(sorted(attrs.items())), called
 
     def _reducer(self, name: str) -> Hashable:
-        """Describe a computation by its op if it has one over its parameters, else by its name."""
+        """Return a computation's only op on its parameters if there is just one, else its name."""
         only = self.program.computations[name].only_op
-        # Each collective's reducer has its own name; only what it computes counts.
+        # Each collective's reducer has a different name; only what it computes matters.
         return (only.opcode, only.operands) if only is not None else name
 
     def _scatter(self) -> None:
-        """Turn an all-reduce of which each device keeps its own part into a reduce-scatter."""
+        """Turn an all-reduce of which each device keeps only its part into a reduce-scatter."""
         readers = self._readers()
         ranked = self._ranked()
         for place, op in enumerate(self.ops):
@@ -115,7 +114,7 @@ class _Rewriter:
             if dimension < 0 or not any(ranked[o] for o in cut.operands[1:]):
                 continue
             source = op.operands[0]
-            # Reshapes on the way run on the unreduced value instead: a reduction is elementwise.
+            # Reshapes in between run on the unreduced value instead: a reduction is elementwise.
             for view in way[:-1]:
                 self.ops[view] = replace(self.ops[view], operands=(source,))
                 source = view
@@ -130,14 +129,14 @@ class _Rewriter:
             self.dropped.add(place)
 
     def _ranked(self) -> list[bool]:
-        """Find the values that differ between devices, derived from the device's number."""
+        """Return which values differ between devices because they depend on the device number."""
         ranked: list[bool] = []
         for op in self.ops:
             ranked.append(op.opcode in _RANKS or any(ranked[o] for o in op.operands))
         return ranked
 
     def _to_slice(self, place: int, readers: Sequence[Sequence[int]]) -> list[int]:
-        """Follow reshapes up to a dynamic slice that is all that is read of an op; else empty."""
+        """Follow reshapes up to a dynamic slice that is the only user of an op; else empty."""
         way: list[int] = []
         while len(readers[place]) == 1 and place != self.root:
             reader = readers[place][0]
@@ -159,14 +158,14 @@ class _Rewriter:
             if op.opcode != "add" or place in self.dropped or len(set(op.operands)) != 2:
                 continue
             first, second = sorted(op.operands)
-            # Another reader would still need the single reduction.
+            # Another user would still need the single reduction.
             if any(len(readers[o]) != 1 or o == self.root for o in (first, second)):
                 continue
             one, two = self.ops[first], self.ops[second]
             if not self._may_join(one, two):
                 continue
             inner = self.ops[one.operands[0]].type
-            # The later of the two positions holds the sum, so that both operands stand before it.
+            # The later of the two indices holds the sum, so that both operands precede it.
             self.ops[second] = Op(
                 f"{two.name}.sum",
                 "add",
@@ -190,10 +189,10 @@ class _Rewriter:
         )
 
     def _rebuilt(self) -> Computation:
-        """Without what nobody reads any more because of the rewrites."""
+        """Drop ops that have no users any more because of the rewrites."""
         readers = self._readers()
         left = [len(r) for r in readers]
-        # Only operands of the original ops can have lost their last reader.
+        # Only operands of the original ops can have lost their last user.
         pending = [o for op in self.computation.ops for o in op.operands]
         while pending:
             place = pending.pop()
@@ -221,12 +220,12 @@ def _group_size(op: Op, program: Program) -> int:
     sizes = {len(group) for group in groups}
     if not sizes:
         return program.num_replicas * program.num_partitions
-    # Groups of unlike sizes cut into unlike parts: no reduce-scatter.
+    # Groups of different sizes give parts of different sizes: no reduce-scatter.
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _cut_dimension(whole: Sequence[int], part: Sequence[int], count: int) -> int:
-    """Find the one dimension that is cut into ``count`` parts; -1 if there is none."""
+    """Return the one dimension that is cut into ``count`` parts; -1 if there is none."""
     cut = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
     if count > 1 and len(cut) == 1 and part[cut[0]] * count == whole[cut[0]]:
         return cut[0]

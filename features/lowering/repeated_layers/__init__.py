@@ -1,1 +1,1 @@
-"""Compile a repeated layer once: find repeats, excise them, and put the kernels back together."""
+"""Compile repeated layers once: find repeats, remove them, and reassemble the kernels."""

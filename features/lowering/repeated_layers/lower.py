@@ -1,13 +1,13 @@
-"""Lowers a program with many equal layers by compiling it with four and with two of them.
+"""Lower a program with many equal layers by compiling it with four and with two of them.
 
-Layers of a compiled program are repetitive to the kernel: what four layers have more than two are
-two layers. So kernels, memory and work of ``n`` layers are those of four, and ``(n - 4) / 2`` times
-the difference.
+Compiled layers repeat kernel by kernel: the difference between a program with four layers and one
+with two is two layers. So kernels, memory and work of ``n`` layers are those of four, plus ``(n -
+4) / 2`` times the difference.
 
-A framework writes a model's layers one after the other, each as the same sequence of ops: forward,
-backward (often in reverse order) and in the optimiser, each of which is a *run* of equal *blocks*.
-Which blocks belong to the same layer follows from what reads what. Taking layers out of the middle
-leaves a program whose ops read the same places of the layers that are then next to each other.
+A framework emits a model's layers one after the other, each as the same sequence of ops: forward,
+backward (often in reverse order) and in the optimiser. Each of these is a *run* of equal *blocks*.
+Data dependencies show which blocks belong to the same layer. Removing layers from the middle leaves
+a program whose ops read the corresponding values of the layers that are then adjacent.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .runs import OpTable, Read, Repeats, Run, disjoint, excise, find_runs, like
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
-#: Layers of the two programs that are compiled.
+#: Numbers of layers of the two programs that are compiled.
 FULL, HALF = 4, 2
-#: With fewer layers two small programs take longer to compile than the whole: XLA compiles equal
-#: kernels of one program for a GPU once, for a TPU each time (docs/lowering.md, Equal layers).
+#: Fewest layers for which two small programs compile faster than the whole: XLA compiles equal
+#: kernels of a program once for a GPU, but each time for a TPU (docs/lowering.md, Equal layers).
 MIN_LAYERS = {"cuda": 12, "tpu": 7}
 
 
@@ -44,12 +44,12 @@ class ShortPrograms:
 
 
 def shorten(module: ir.Module, tagged: ir.Module, least: int) -> ShortPrograms | None:
-    """Find equal layers, and take most of them out.
+    """Find equal layers and remove most of them.
 
     Args:
         module: The program; it is not changed.
-        tagged: A copy whose ops carry their positions, so that kernels can be traced back.
-        least: Fewest layers for which it is worth it.
+        tagged: A copy whose ops carry their indices, so that kernels can be traced back.
+        least: Fewest layers for which this pays.
 
     Returns:
         The two short programs; ``None`` if the program has no such structure.
@@ -77,8 +77,8 @@ def shorten(module: ir.Module, tagged: ir.Module, least: int) -> ShortPrograms |
 def extrapolate(full: LoweredProgram, half: LoweredProgram, layers: int) -> LoweredProgram:
     """Extrapolate to the program with all its layers.
 
-    Kernels are those of the program with :data:`FULL` layers, executed as often as they come in
-    ``layers``. Those whose shapes depend on the number of layers are scaled by their bytes.
+    The kernels are those of the program with :data:`FULL` layers, executed as often as they occur
+    with ``layers``. Those whose shapes depend on the number of layers are scaled by their bytes.
 
     Args:
         full: With :data:`FULL` layers.
@@ -91,8 +91,7 @@ def extrapolate(full: LoweredProgram, half: LoweredProgram, layers: int) -> Lowe
         replace(k, multiplicity=k.multiplicity * f)
         for k, f in zip(full.kernels, factors, strict=True)
     ]
-    # Saved activations grow with the layers; a compiler that frees more with more layers does not
-    # count.
+    # Saved activations grow with the layers; a decrease with more layers is ignored.
     peak = full.peak_memory_bytes + steps * (full.peak_memory_bytes - half.peak_memory_bytes)
     note = (
         f"{layers} equal runs of ops (layers): compiled with {FULL} and with {HALF} of them; "
@@ -108,16 +107,16 @@ def extrapolate(full: LoweredProgram, half: LoweredProgram, layers: int) -> Lowe
 
 
 def _factors(full: Sequence[Kernel], half: Sequence[Kernel], steps: float) -> list[float]:
-    """Return how often each kernel of ``full`` stands for one."""
+    """Return the multiplier of each kernel of ``full``."""
     # n(layers) = n(4) + steps · (n(4) - n(2)), for each distinct kernel.
     more, less = _executions(full), _executions(half)
     counts = {h: n + steps * (n - less.get(h, 0.0)) for h, n in more.items()}
-    # Kernels of the long program only (stacked over layers, say), or fewer in it than in the short
-    # one.
+    # Kernels only in the long program (such as stacks over layers), or fewer in it than in the
+    # short one.
     odd = {h for h in more if h not in less or counts[h] < 0}
     gone = {h for h in less if h not in more} | (odd & set(less))
-    # Kernels whose shape depends on the number of layers: all of a kind together, by bytes.
-    # Such as a stack of all layers' gradients: its size grows with the layers, not its count.
+    # Kernels whose shape depends on the number of layers, all of a kind together, by bytes: the
+    # size of a stack of all layers' gradients grows with the layers, not its count.
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for side, kernels, chosen in ((0, full, odd), (1, half, gone)):
         for k in kernels:
@@ -144,11 +143,11 @@ def find_repeats(table: OpTable) -> Repeats | None:
 
     Returns:
         The layers; ``None`` if no structure repeats at least :data:`MIN_LAYERS` times, or if layers
-        cannot be taken out.
+        cannot be removed.
     """
     candidates = find_runs(table)
     for layers in likely_counts(candidates):
-        # A block at either end may differ, such as the first layer's, which has no gradient to add.
+        # A block at either end may differ, such as the first layer's, without a gradient to add.
         near = [r for r in candidates if layers - 1 <= r.count <= layers + 1]
         for chosen in (disjoint(near), disjoint(near, layers)):
             repeats = _label(table, chosen, layers)
@@ -158,10 +157,10 @@ def find_repeats(table: OpTable) -> Repeats | None:
 
 
 def _worth(table: OpTable, repeats: Repeats) -> bool:
-    """Whether layers are most of a program, and as many as stated.
+    """Return whether layers make up most of a program, and as many as stated.
 
-    Taking out a chain of equal sums would gain nothing, and such a chain may have a block more than
-    there are layers: blocks of the forward pass and of the optimiser are as many as the layers.
+    Removing a chain of equal sums would gain nothing, and such a chain may have one block more than
+    there are layers; forward pass and optimiser have exactly as many blocks as layers.
     """
     sizes = [(run.count, run.stop - run.start) for run in repeats.runs]
     most = sum(size for _, size in sizes)
@@ -170,16 +169,16 @@ def _worth(table: OpTable, repeats: Repeats) -> bool:
 
 
 def _label(table: OpTable, runs: Sequence[Run], layers: int) -> Repeats | None:
-    """Find the layer of each block, from the first long run on, by what reads what."""
+    """Assign a layer to each block by data dependencies, starting from the first long run."""
     complete = {i: r.stop - r.start for i, r in enumerate(runs) if r.count == layers}
     if not complete:
         return None
-    # The first long one is the forward pass, in the model's own order.
-    # A quarter of the longest run: backward runs are about twice as long as forward ones.
+    # The first long run is the forward pass, in the model's order. Backward runs are about twice as
+    # long as forward ones, so at least a quarter of the longest run counts as long.
     main = next(i for i, size in complete.items() if 4 * size >= max(complete.values()))
     labels: dict[int, tuple[int, ...]] = {main: tuple(range(layers))}
-    # A layer's parameters are read by one block of each run: by them even runs that read nothing
-    # else of the layers, such as the optimiser's, find their order.
+    # A layer's parameters are read by one block per run: they order even runs that read nothing
+    # else of the layers, such as the optimiser's.
     arguments = _argument_layers(table, runs[main], labels[main])
     grown = True
     # Each labelled run gives the layers of what it reads and of what reads it, so labels spread
@@ -199,7 +198,7 @@ def _label(table: OpTable, runs: Sequence[Run], layers: int) -> Repeats | None:
 
 
 def _argument_layers(table: OpTable, run: Run, label: tuple[int, ...]) -> dict[int, int]:
-    """Return the layers of the arguments that only one block of a run reads."""
+    """Return the layers of arguments that only one block of a run reads."""
     readers: dict[int, set[int]] = {}
     for op in range(run.start, run.stop):
         for source, number in table.reads[op]:
@@ -223,10 +222,10 @@ class _Known:
         self.layers = layers
 
     def of_reads(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
-        """Return the layers of a run's blocks: those that one operand of each block reads from.
+        """Return the layers of a run's blocks, from the layers that one operand of each reads.
 
-        An operand that reads a layer in all blocks comes before one that lacks a layer: a run that
-        begins within a layer reads the one before in its first ops.
+        An operand that reads a layer in all blocks is preferred to one that lacks a layer: a run
+        that begins within a layer reads the previous layer in its first ops.
         """
         partial = None
         for offset in range(run.period):
@@ -240,7 +239,7 @@ class _Known:
         return partial
 
     def of_readers(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
-        """Return the layers of a run's blocks: those of another run's blocks that read them."""
+        """Return the layers of a run's blocks, from another run's blocks that read them."""
         for other, label in self.labelled:
             for offset in range(other.period):
                 for number in range(len(table.reads[other.start + offset])):
@@ -263,8 +262,8 @@ class _Known:
         return None
 
     def _complete(self, label: list[int | None]) -> tuple[int, ...] | None:
-        """Check for a different layer in each block; a single missing one follows from the rest."""
-        # Two blocks of one layer mean that this operand does not distinguish layers.
+        """Require a different layer in each block; a single missing one follows from the rest."""
+        # Two blocks with one layer mean that this operand does not distinguish layers.
         known = [layer for layer in label if layer is not None]
         if len(set(known)) != len(known) or len(known) < len(label) - 1:
             return None

@@ -1,4 +1,4 @@
-"""Reads the ops of an MLIR module as a table, and writes the module with fewer layers."""
+"""Read the ops of an MLIR module as a table, and write the module with fewer layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RETURN = ("func.return", "return")
 
 
 def main_function(module: ir.Module) -> ir.OpView | None:
-    """The public function of a module if its body is one block, else ``None``."""
+    """Return the public function of a module if its body is one block, else ``None``."""
     for op in module.body.operations:
         if op.operation.name == "func.func" and str(op.attributes["sym_name"]) == '"main"':
             return op if len(op.regions[0].blocks) == 1 else None
@@ -26,9 +26,10 @@ def main_function(module: ir.Module) -> ir.OpView | None:
 
 
 def read_table(function: ir.OpView) -> OpTable:
-    """Signatures and reads of a function's ops, its return left out.
+    """Read signatures and reads of a function's ops, except its return.
 
-    An op reads its operands, then what its regions capture, in the order of :func:`_uses`.
+    An op reads its operands, then the values captured by its regions, in the order of
+    :func:`_uses`.
     """
     block = function.regions[0].blocks[0]
     values: dict[object, Read] = {arg: (-1, i) for i, arg in enumerate(block.arguments)}
@@ -45,7 +46,7 @@ def read_table(function: ir.OpView) -> OpTable:
 
 
 def _uses(operation: ir.Operation, outer: Container[object]) -> Iterator[tuple[ir.Operation, int]]:
-    """Yield where an op and the ops of its regions read values of ``outer``: op and operand."""
+    """Yield (op, operand) for each read of ``outer`` values by an op or the ops of its regions."""
     for number, value in enumerate(operation.operands):
         if value in outer:
             yield operation, number
@@ -56,10 +57,10 @@ def _uses(operation: ir.Operation, outer: Container[object]) -> Iterator[tuple[i
 
 
 def _signature(operation: ir.Operation, *, outer: bool = False) -> tuple[object, ...]:
-    """What an op does. Types and attributes are unique objects of their context, so cheap keys.
+    """Describe what an op does. Types and attributes are unique in their context, so cheap keys.
 
-    A single whole number of the function itself (``outer``) may differ from layer to layer: what is
-    folded into each one's key of random numbers.
+    A scalar integer constant of the function itself (``outer``) may differ from layer to layer: it
+    is folded into each layer's random key.
     """
     types = tuple(value.type for value in (*operation.operands, *operation.results))
     if outer and operation.name == "stablehlo.constant" and _is_whole(types[0]):
@@ -69,7 +70,7 @@ def _signature(operation: ir.Operation, *, outer: bool = False) -> tuple[object,
 
 
 def _is_whole(kind: ir.Type) -> bool:
-    """Whether a type is a single whole number."""
+    """Return whether a type is a scalar integer."""
     from jaxlib.mlir import ir
 
     own = ir.RankedTensorType(kind)
@@ -88,13 +89,13 @@ def _attributes(operation: ir.Operation) -> tuple[object, ...]:
 
 
 def _body(block: ir.Block) -> tuple[object, ...]:
-    """Signature of a region's block, with values numbered in the order of their definition."""
+    """Return the signature of a region's block, with values numbered in order of definition."""
     values: dict[object, int] = {arg: i for i, arg in enumerate(block.arguments)}
     signatures = []
     for op in block.operations:
         operation = op.operation
-        # Values from outside the region are all alike here; values of the function are not, by what
-        # the whole op reads.
+        # Values from outside the region are not distinguished here; values of the function are
+        # distinguished by the reads of the whole op.
         reads = tuple(values.get(value, -1) for value in operation.operands)
         for result in operation.results:
             values[result] = len(values)
@@ -105,9 +106,9 @@ def _body(block: ir.Block) -> tuple[object, ...]:
 def write_excised(
     module: ir.Module, function: ir.OpView, table: OpTable, excision: Excision
 ) -> bool:
-    """Take ops out of a module's main function, in place.
+    """Remove ops from a module's main function, in place.
 
-    Arguments that nothing reads any more and results that went are taken from its type.
+    Arguments that are no longer read and results that were removed are dropped from its type.
 
     Returns:
         Whether the module is still valid; if not, it must not be used.
@@ -125,7 +126,7 @@ def write_excised(
         lost = {result for number in excision.removed for result in ops[number].results}
         results = [i for i, value in enumerate(last.operands) if value not in lost]
         write_return(last, [last.operands[i] for i in results])
-        # Users before what they use: an op that still has uses must not be erased.
+        # Users before their operands: an op that still has uses must not be erased.
         for number in sorted(excision.removed, reverse=True):
             ops[number].erase()
         used = {
@@ -136,7 +137,7 @@ def write_excised(
             if (read := excision.rewired.get((op, number), old))[0] < 0
         }
         was_used = {read[1] for reads in table.reads for read in reads if read[0] < 0}
-        # Arguments that nobody read from the start stay: they are part of the program's interface.
+        # Arguments unused from the start stay, as part of the program's interface.
         returned = list(list(block.operations)[-1].operation.operands)
         kept = [
             i
@@ -149,12 +150,12 @@ def write_excised(
 
 
 def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> None:
-    """Compute ops again in front of what reads them late, each part behind its own barrier.
+    """Recompute ops before their late users, each part behind its own barrier.
 
     Args:
         function: The function that ``table`` was read from; it is changed.
         table: Its ops.
-        parts: What is computed again, and from which op on it is read.
+        parts: Ops to recompute, and their late users.
     """
     from jaxlib.mlir import ir
 
@@ -167,7 +168,7 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
     def value(read: Read) -> MlirObject:
         return ops[read[0]].results[read[1]] if read[0] >= 0 else block.arguments[read[1]]
 
-    # Clones read what the function has, so all are made before a reader is changed.
+    # Clones read the function's original values, so all are created before any user is changed.
     with function.context:
         made: list[dict[Read, MlirObject]] = []
         for part in parts:
@@ -199,7 +200,7 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
 
 
 def write_return(old: ir.Operation, values: Sequence[MlirObject]) -> None:
-    """Let a function return other values, in place of its return."""
+    """Replace a function's return by one of other values."""
     from jaxlib.mlir import ir
 
     ir.Operation.create(old.name, operands=values, loc=old.location, ip=ir.InsertionPoint(old))
@@ -209,13 +210,13 @@ def write_return(old: ir.Operation, values: Sequence[MlirObject]) -> None:
 def retype(
     function: ir.OpView, kept: Sequence[int], results: Sequence[int], more: tuple[int, int] = (0, 0)
 ) -> None:
-    """Erase arguments, and fit a function's type and attributes to what is left.
+    """Erase arguments, and adapt a function's type and attributes.
 
     Args:
-        function: Its return is written already.
-        kept: Arguments that stay.
-        results: Places that the results had before.
-        more: Number of arguments, and of results, that were added behind those.
+        function: The function, with its return already rewritten.
+        kept: Arguments to keep.
+        results: Previous indices of the results.
+        more: Number of arguments, and of results, appended after those.
     """
     from jaxlib.mlir import ir
 
@@ -236,9 +237,9 @@ def retype(
 
 
 def _fitting(attrs: MlirObject, place: dict[int, int]) -> MlirObject:
-    """Attributes with the result that takes an argument's place renumbered, and without names.
+    """Renumber the result that aliases an argument, and drop result names.
 
-    Without the names of results equal parts of a program are equal programs.
+    Without result names, equal parts of a program are equal programs.
     """
     from jaxlib.mlir import ir
 

@@ -1,9 +1,9 @@
-"""Rematerialisation: a training step that computes its layers again instead of keeping them.
+"""Rematerialisation: a training step that recomputes its layers instead of saving activations.
 
-What ``jax.checkpoint`` around a layer does to a program is done to its ops: values between layers
-stay, and what the backward pass reads of the interior of a layer is computed a second time, right
-before it, behind an ``optimization_barrier`` that keeps compilers from joining it with the first
-time (Chen et al., Training deep nets with sublinear memory cost, 2016).
+The effect of ``jax.checkpoint`` around a layer is applied to the program's ops: values between
+layers are saved, and interior values of a layer that the backward pass reads are recomputed right
+before it, behind an ``optimization_barrier`` that keeps compilers from merging them with the first
+computation (Chen et al., Training deep nets with sublinear memory cost, 2016).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .runs import OpTable, Read, Run, find_runs
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
-#: Fewest equal layers: two decide which values lie between layers.
+#: Fewest equal layers: two determine which values lie between layers.
 _LEAST = 2
-#: Of the runs that look like a forward pass, the first with this share of the most saved bytes.
-#: Chosen by judgement: a backward pass whose gradients are read in its reverse order looks alike,
-#: and comes later.
+#: Among runs that resemble a forward pass, the first with at least this fraction of the most saved
+#: bytes is used. Engineering estimate: a backward pass whose gradients are read in its reverse
+#: order looks similar and comes later.
 _SHARE = 0.25
-#: Runs that are looked at, the longest first. Chosen by judgement: a forward pass is among the
-#: longest few, and each run costs a walk over the program.
+#: Runs that are examined, longest first. Engineering estimate: a forward pass is among the longest
+#: few, and each run costs a walk over the program.
 _MOST_RUNS = 40
 
 
@@ -35,11 +35,11 @@ class Layers:
     """The forward pass of equal layers in a training step.
 
     Attributes:
-        start: First op of the first layer, counted in ``main``.
-        period: Ops of a layer.
+        start: First op of the first layer, as an index in ``main``.
+        period: Ops per layer.
         count: Layers.
-        again: Values that only the backward pass reads of a layer: offset of the op in the layer,
-            and number of its result.
+        again: Interior values of a layer that only the backward pass reads: offset of the op in the
+            layer, and result number.
         saved_bytes: Bytes of these values in one layer.
     """
 
@@ -56,14 +56,14 @@ class Layers:
 
 
 def find_layers(table: OpTable, nbytes: Sequence[Sequence[int]]) -> Layers | None:
-    """Find the equal layers of a step's forward pass, whose values the backward pass reads.
+    """Find the equal layers of a step's forward pass whose values the backward pass reads.
 
     Args:
         table: The ops of a program.
         nbytes: Bytes of each op's results.
 
     Returns:
-        The layers, cut where fewest bytes go from one to the next; ``None`` if there are none.
+        The layers, cut where the fewest bytes pass from one to the next; ``None`` without any.
     """
     readers: list[list[int]] = [[] for _ in table.reads]
     for op, reads in enumerate(table.reads):
@@ -81,19 +81,19 @@ def find_layers(table: OpTable, nbytes: Sequence[Sequence[int]]) -> Layers | Non
     if not fit:
         return None
     first = min(fit, key=lambda own: own.start)
-    # Of runs over the same ops, the one with most layers: two layers repeat as one does.
+    # Among runs over the same ops, the one with most layers: a pair of layers repeats as well.
     return max((own for own in fit if own.start < first.stop), key=lambda own: own.count)
 
 
 def _cut(table: OpTable, run: Run, nbytes: Sequence[Sequence[int]]) -> Layers | None:
-    """Cut a run into layers where least is handed on, and find what is read later."""
+    """Cut a run into layers where the fewest bytes are passed on, and find what is read later."""
     end = run.stop + run.tail
     last: dict[Read, int] = {}
     for op in range(run.start, end):
         for read in table.reads[op]:
             if read[0] >= run.start:
                 last[read] = op
-    # Bytes that are alive across each cut of the second block, as sums of differences.
+    # Bytes alive across each cut of the second block, as a prefix sum of differences.
     change = [0] * (run.period + 1)
     middle = run.start + run.period
     for (op, result), until in last.items():
@@ -104,7 +104,7 @@ def _cut(table: OpTable, run: Run, nbytes: Sequence[Sequence[int]]) -> Layers | 
     alive, best = 0, (0, True, 0)
     for offset in range(run.period):
         alive += change[offset]
-        # A cut beyond the tail leaves one layer less.
+        # A cut beyond the tail leaves one layer fewer.
         own = (alive, offset > run.tail, offset)
         best = own if offset == 0 else min(best, own)
     start = run.start + best[2]
@@ -117,7 +117,7 @@ def _cut(table: OpTable, run: Run, nbytes: Sequence[Sequence[int]]) -> Layers | 
 
 
 def _again(table: OpTable, start: int, period: int, count: int) -> frozenset[Read]:
-    """Values of a layer's interior that are read after all layers, the last layer's first."""
+    """Return interior values of layers that are read after all layers, the last layer's first."""
     stop = start + period * count
     kept: set[Read] = set()
     first: dict[Read, list[int]] = defaultdict(lambda: [0] * count)
@@ -140,9 +140,10 @@ def _again(table: OpTable, start: int, period: int, count: int) -> frozenset[Rea
 
 
 def _is_forward(table: OpTable, layers: Layers, readers: Sequence[Sequence[int]]) -> bool:
-    """Whether what reads the last layer leads to what reads the first: a backward pass.
+    """Return whether users of the last layer lead to users of the first, as in a backward pass.
 
-    An optimiser may read gradients in reverse order, too, but updates do not lead to one another.
+    An optimiser may also read gradients in reverse order, but its updates do not depend on one
+    another.
     """
     if not layers.again:
         return False
@@ -163,13 +164,13 @@ def _is_forward(table: OpTable, layers: Layers, readers: Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Again:
-    """What is computed again for a layer.
+    """The recomputation of a layer.
 
     Attributes:
-        late: The ops that read its values later, in order: the clones are in front of the first.
+        late: Ops that read its values later, in order; the clones precede the first.
         ops: Ops to clone, in order.
-        inputs: What they read of the rest, behind the barrier.
-        trigger: A gradient that has been computed there; the barrier waits for it.
+        inputs: Other values that they read, behind the barrier.
+        trigger: A gradient already computed there, on which the barrier waits.
         values: Values that late ops read from the clones.
     """
 
@@ -181,12 +182,12 @@ class Again:
 
 
 def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again]:
-    """Find what is computed again for each of the first layers, whose values are kept longest.
+    """Find what is recomputed for each of the first layers, whose values are kept longest.
 
     Args:
         table: The ops.
-        layers: Its layers.
-        count: How many of them are rematerialised.
+        layers: The layers in it.
+        count: Number of layers that are rematerialised.
     """
     readers: dict[Read, list[int]] = defaultdict(list)
     for op, reads in enumerate(table.reads):
@@ -206,8 +207,8 @@ def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again
                 continue
             ops.add(op)
             for read in table.reads[op]:
-                # What stays alive anyway is not computed again: values between layers, and those
-                # that are read in any other order.
+                # Values that stay alive anyway are not recomputed: those between layers, and those
+                # read in any other order.
                 inner = first <= read[0] < past and readers[read][-1] < past
                 if inner or read in values:
                     pending.append(read[0])
@@ -249,12 +250,12 @@ def layers_of(module: ir.Module) -> Layers | None:
 
 
 def rematerialised(module: ir.Module, layers: Layers, count: int) -> ir.Module:
-    """A copy of a module that computes its first layers again in the backward pass.
+    """Copy a module and recompute its first layers in the backward pass.
 
     Args:
         module: StableHLO with its calls inlined.
         layers: The layers of its ``main``.
-        count: How many of them are computed again.
+        count: Number of layers that are recomputed.
     """
     from ...ir.mlir.bindings import copy_module
     from .mlir_excise import clone_ops, main_function, read_table

@@ -1,4 +1,4 @@
-"""Runs of equal blocks in a sequence of ops, and which ops go when blocks are taken out."""
+"""Runs of equal blocks in a sequence of ops, and the changes that remove blocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Runs of fewer blocks are not looked for by default. It must not exceed the least of
-#: ``MIN_LAYERS`` in ``lower.py``, less one: the first or last layer may differ.
+#: Default of the fewest blocks of a run. It must not exceed the smallest of ``MIN_LAYERS`` in
+#: ``lower.py``, less one, because the first or last layer may differ.
 MIN_LAYERS = 6
-#: Most periods that are tried, the most frequent gaps between equal ops first. Chosen by judgement:
-#: it bounds the search, and the period of a layer is among the commonest gaps.
+#: Most periods that are tried, the most frequent gaps between equal ops first. Engineering estimate
+#: that bounds the search; the period of a layer is among the most common gaps.
 _MAX_PERIODS = 400
 #: Fewest ops of a layer; shorter periods are more likely chains of equal elementwise ops.
 _MIN_PERIOD = 3
 
-#: What an operand reads: result ``number`` of op ``op``, or argument ``number`` if ``op`` is -1.
+#: Value read by an operand: result ``number`` of op ``op``, or argument ``number`` if ``op`` is -1.
 Read = tuple[int, int]
 
 
@@ -26,8 +26,8 @@ class OpTable:
     """Ops of a function in order, without its return.
 
     Attributes:
-        signatures: What each op does: opcode, attributes, types, bodies.
-        reads: What each op reads.
+        signatures: Identity of each op's work: opcode, attributes, types, bodies.
+        reads: Values that each op reads.
     """
 
     signatures: Sequence[Hashable]
@@ -42,7 +42,7 @@ class Run:
         start: First op.
         period: Ops of a block.
         count: Blocks.
-        tail: Ops of one more block that is cut off.
+        tail: Ops of one more, incomplete block.
     """
 
     start: int
@@ -56,14 +56,14 @@ class Run:
         return self.start + self.period * self.count
 
     def place(self, op: int) -> tuple[int, int] | None:
-        """Return the block and offset of an op; ``None`` if it lies elsewhere."""
+        """Return the block and offset of an op; ``None`` if it is outside the run."""
         if not self.start <= op < self.stop:
             return None
         return divmod(op - self.start, self.period)
 
 
 def find_runs(table: OpTable, least: int = MIN_LAYERS) -> list[Run]:
-    """Find all runs of at least a number of blocks, for likely periods; they may overlap."""
+    """Find all runs of at least ``least`` blocks, for likely periods; they may overlap."""
     codes = _codes(table.signatures)
     return [run for period in _periods(codes, least) for run in _runs_of(codes, period, least)]
 
@@ -74,8 +74,8 @@ def _codes(signatures: Sequence[Hashable]) -> np.ndarray:
 
 
 def _periods(codes: np.ndarray, least: int) -> list[int]:
-    """List likely periods: gaps between neighbouring equal ops, the commonest first."""
-    # Sorted by what they do, in order of place: neighbours are successive equal ops.
+    """List likely periods: gaps between neighbouring equal ops, the most common first."""
+    # Sorted by signature, then position: neighbours are successive equal ops.
     order = np.argsort(codes, kind="stable")
     same = codes[order][1:] == codes[order][:-1]
     gaps = np.diff(order)[same]
@@ -105,12 +105,12 @@ def likely_counts(candidates: Sequence[Run]) -> list[int]:
 
 
 def disjoint(candidates: Sequence[Run], count: int = 0) -> list[Run]:
-    """Choose runs that do not overlap, the longest first, and list them in order of place.
+    """Choose non-overlapping runs, the longest first, and list them in order of position.
 
     Args:
         candidates: Runs that may overlap.
-        count: Number of blocks of the runs that come before all others; 0 for none. A chain of
-            equal ops, such as the squares of all gradients, repeats with several periods.
+        count: Runs with this number of blocks precede all others; 0 for none. A chain of equal ops,
+            such as the squares of all gradients, repeats with several periods.
     """
     chosen: list[Run] = []
     for run in sorted(
@@ -126,9 +126,9 @@ class Repeats:
     """The layers of a program.
 
     Attributes:
-        layers: How many there are.
+        layers: Number of layers.
         runs: Their runs of blocks.
-        layer_of: For each run the layer of each block.
+        layer_of: Layer of each block, by run.
     """
 
     layers: int
@@ -138,11 +138,11 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Excision:
-    """The changes that give a program with fewer layers.
+    """Changes that turn a program into one with fewer layers.
 
     Attributes:
-        removed: Ops that go.
-        rewired: What operands of kept ops read instead, by op and operand number.
+        removed: Ops to remove.
+        rewired: New values of operands of kept ops, by op and operand number.
     """
 
     removed: frozenset[int]
@@ -150,7 +150,7 @@ class Excision:
 
 
 def excise(table: OpTable, repeats: Repeats, keep: int) -> Excision | None:
-    """Take layers out of the middle.
+    """Remove layers from the middle.
 
     Args:
         table: The ops.
@@ -158,7 +158,7 @@ def excise(table: OpTable, repeats: Repeats, keep: int) -> Excision | None:
         keep: Layers to keep, half of them at either end.
 
     Returns:
-        What is removed and what is read instead; ``None`` if a kept op reads a value without a
+        Removed ops and rewired operands; ``None`` if a kept op reads a value without a
         counterpart.
     """
     first = keep // 2
@@ -181,7 +181,7 @@ def excise(table: OpTable, repeats: Repeats, keep: int) -> Excision | None:
         for number, (source, _) in enumerate(table.reads[op]):
             if source in removed:
                 instead = seams.counterpart(op, number)
-                # An op can only read what stands before it.
+                # An op can only read what precedes it.
                 if instead is None or instead[0] in removed or instead[0] >= op:
                     return None
                 rewired[op, number] = instead
@@ -189,20 +189,20 @@ def excise(table: OpTable, repeats: Repeats, keep: int) -> Excision | None:
 
 
 class _Seams:
-    """Finds what stands in the place of an op that goes."""
+    """Finds the counterpart of a removed op's value."""
 
     def __init__(self, table: OpTable, repeats: Repeats, gone: range) -> None:
         self.table = table
         self.runs = repeats.runs
-        # One more for the tail, which is always kept: of the layer that the whole blocks lack.
+        # One more for the tail, which is always kept: it is of the layer without a whole block.
         self.kept_blocks = [
             [*(b for b, layer in enumerate(labels) if layer not in gone), len(labels)]
             for labels in repeats.layer_of
         ]
         self.labels = []
         for labels in repeats.layer_of:
-            # A run of one block less (the first or last layer differs) has a tail or head of that
-            # layer.
+            # A run with one block fewer (the first or last layer differs) has a tail or head of
+            # that layer.
             lacking = set(range(repeats.layers)) - set(labels)
             self.labels.append((*labels, lacking.pop() if len(lacking) == 1 else -1))
 
@@ -213,7 +213,7 @@ class _Seams:
         return None
 
     def counterpart(self, reader: int, number: int) -> Read | None:
-        """Find what an operand reads instead: what is as far from the reader as that was."""
+        """Find the value at the same distance, in blocks, from the reader as the removed one."""
         source, result = self.table.reads[reader][number]
         at, of = self._place(reader), self._place(source)
         if of is None:
@@ -233,35 +233,35 @@ class _Seams:
         return run.start + block * run.period + of[2], result
 
     def _same_layer(self, run: int, block: int, other: int) -> int:
-        """Return the block of another run with the layer of a block; -1 if there is none."""
+        """Return the block of another run with the same layer; -1 if there is none."""
         layer, target = self.labels[run][block], self.labels[other]
         if run == other:
             return block
         return target.index(layer) if layer >= 0 and layer in target else -1
 
     def _distance(self, at: tuple[int, int, int], of: tuple[int, int, int]) -> int:
-        """Count blocks between a reader and what it reads, in the order of the reader's run.
+        """Count blocks between a reader and the value it reads, in the order of the reader's run.
 
-        Where frameworks sort layers by name, a run goes through them in another order, and a block
-        that begins within a layer reads of the next one in that order.
+        Where frameworks sort layers by name, a run visits them in another order, and a block that
+        begins within a layer reads from the next one in that order.
         """
         if at[0] == of[0]:
             return of[1] - at[1]
         labels, wanted = self.labels[at[0]], self.labels[of[0]][of[1]]
         if wanted in labels:
             return labels.index(wanted) - at[1]
-        # The reader's run lacks that layer, which lies beyond one of its ends.
+        # The reader's run lacks that layer, which is beyond one of its ends.
         return -at[1] - 1 if wanted < min(labels[:-1]) else len(labels) - at[1]
 
     def _end(self, of: tuple[int, int, int]) -> int:
-        """Find the block that an op outside of all runs reads: the first or last one, else -1."""
+        """Return the block that an op outside all runs reads: the first or last, else -1."""
         kept = self.kept_blocks[of[0]]
         if of[1] == self.runs[of[0]].count - 1:
             return kept[-2] if len(kept) > 1 else -1
         return kept[0] if of[1] == 0 else -1
 
     def _first_or_last(self, at: tuple[int, int, int], number: int, away: int) -> Read:
-        """Return what the first (or last) block reads there, beyond which there is no other."""
+        """Return what the first (or last) block reads there, since no block lies beyond."""
         run = self.runs[at[0]]
         block = 0 if away < 0 else run.count - 1
         return self.table.reads[run.start + block * run.period + at[2]][number]

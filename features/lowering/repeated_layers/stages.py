@@ -1,9 +1,9 @@
-"""Pipelines: a training step cut into stages of layers, each a separate program.
+"""Pipeline stages: a training step cut into stages of layers, each a separate program.
 
-The forward pass goes to stages by its layers. An op of the backward pass belongs to the first of
-the stages whose values it reads: the gradient that arrives comes from a later one, what was saved
-and the parameters are its own. What depends on parameters alone or on the batch alone (casts,
-masks, random numbers) is computed wherever it is read.
+The forward pass is assigned to stages by layers. An op of the backward pass belongs to the first of
+the stages whose values it reads: the incoming gradient is from a later stage, saved values and
+parameters are from its own. Values that depend only on parameters or only on the batch (casts,
+masks, random numbers) are computed wherever they are read.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepValues:
-    """Facts about a step's values that cutting it needs.
+    """Properties of a step's values that are needed to cut it.
 
     Attributes:
         table: The ops of ``main``.
         returned: Values that ``main`` returns.
         ranks: Number of dimensions of each op's results.
         nbytes: Bytes of each op's results.
-        batch: Arguments that are the batch.
-        held: Arguments that are parameters or state.
-        barriers: Ops that only hand their operands on.
+        batch: Indices of the arguments that are the batch.
+        held: Indices of the arguments that are parameters or state.
+        barriers: Ops that only forward their operands.
     """
 
     table: OpTable
@@ -52,8 +52,8 @@ class Stage:
         ops: Its ops, in order.
         arguments: Arguments of the step that it reads or returns.
         incoming: Values that it receives from other stages.
-        results: Values that it returns: results of the step.
-        outgoing: Values that other stages read, and which are no results.
+        results: Results of the step that it returns.
+        outgoing: Values that other stages read and that are not results.
     """
 
     ops: tuple[int, ...]
@@ -68,7 +68,7 @@ class StepCut:
     """A step cut into stages.
 
     Attributes:
-        home: Stage of each op; ``None`` where it is computed wherever it is read.
+        home: Stage of each op; ``None`` if it is computed wherever it is read.
         stages: The stages.
         backward: First op of the backward pass.
         layers: Stage of each layer.
@@ -80,7 +80,7 @@ class StepCut:
     layers: tuple[int, ...]
 
     def sends(self) -> dict[tuple[int, int], list[Read]]:
-        """Values that go from one stage to another, by both."""
+        """Return the values sent from one stage to another, by (source, destination)."""
         found: dict[tuple[int, int], list[Read]] = defaultdict(list)
         for number, stage in enumerate(self.stages):
             for read in stage.incoming:
@@ -90,7 +90,7 @@ class StepCut:
         return dict(found)
 
     def saved(self, table: OpTable, stage: int) -> list[Read]:
-        """Values of the forward pass that a stage keeps for its backward pass."""
+        """Return values of the forward pass that a stage saves for its backward pass."""
         mine = self.stages[stage]
         own = set(mine.ops)
         kept = {
@@ -151,23 +151,23 @@ class _Cutter:
         return StepCut(tuple(self.home), self._written(), backward, of_layers)
 
     def _spread(self, arguments: Collection[int]) -> list[bool]:
-        """Which ops depend on some arguments."""
+        """Return which ops depend on any of the arguments."""
         found: list[bool] = []
         for reads in self.values.table.reads:
             found.append(any(n in arguments if op < 0 else found[op] for op, n in reads))
         return found
 
     def _mixed(self, op: int) -> bool:
-        """Whether an op depends on the batch and on what is trained: activations, gradients."""
+        """Return whether an op depends on both batch and parameters: activations, gradients."""
         return self.on_batch[op] and self.on_held[op]
 
     def _place(self, op: int) -> int:
-        """Stage of an op of the forward pass, by its place."""
+        """Return the stage of an op of the forward pass, by its position."""
         layer = (op - self.layers.start) // self.layers.period
         return min(max(layer, 0), self.layers.count - 1) * self.stages // self.layers.count
 
     def _first_backward(self) -> int:
-        """The first op after the layers that reads what the last layer saved."""
+        """Return the first op after the layers that reads what the last layer saved."""
         own = self.layers
         last = own.stop - own.period
         saved = {(last + offset, result) for offset, result in own.again}
@@ -178,7 +178,7 @@ class _Cutter:
         return own.stop
 
     def _bind(self, backward: int) -> None:
-        """The last stage of the forward pass that has a value, for the backward pass."""
+        """Record the last forward stage that has each value, for the backward pass."""
         for op in range(backward - 1, -1, -1):
             stage = self.home[op]
             for read in self.values.table.reads[op]:
@@ -188,7 +188,7 @@ class _Cutter:
                 if stage is not None:
                     self.bound[read] = max(self.bound.get(read, 0), stage)
                 else:
-                    # Another form of parameters, which is where its readers are.
+                    # A converted form of parameters, which is located where its users are.
                     own = range(len(self.values.ranks[op]))
                     later = [self.bound[op, n] for n in own if (op, n) in self.bound]
                     if later:
@@ -200,7 +200,7 @@ class _Cutter:
                     self.bound[op, result] = max(self.bound.get((op, result), 0), stage)
 
     def _earliest(self, op: int) -> int | None:
-        """The first stage whose values an op reads; single numbers are sent to every reader.
+        """Return the first stage whose values an op reads; scalars are sent to every user.
 
         A sum over all gradients, such as their norm, must not draw the updates to its stage.
         """
@@ -219,7 +219,7 @@ class _Cutter:
         return self.values.ranks[read[0]][read[1]] if read[0] >= 0 else 1
 
     def _sink(self, backward: int) -> None:
-        """Move ops to the earlier stage that alone reads them, where no more is sent then.
+        """Move ops to the earlier stage that alone reads them, if that sends no more bytes.
 
         A bias's gradient reads only what the later stage sends, but belongs to the earlier one.
         """
@@ -235,7 +235,7 @@ class _Cutter:
             for read in set(self.values.table.reads[op]):
                 source = self.home[read[0]] if read[0] >= 0 else None
                 if source is None:
-                    # Values without a stage are available; parameters of the later stage are not.
+                    # Values without a stage are available; the later stage's parameters are not.
                     more += 2**62 * (self.bound.get(read, to) != to)
                 elif source != to and all(self.home[n] != to for n in self.readers[read[0]]):
                     more += self.values.nbytes[read[0]][read[1]]
@@ -281,7 +281,7 @@ class _Cutter:
         return tuple(stages)
 
     def _owner(self, read: Read) -> int:
-        """Stage that returns a value; the first one for values without a stage."""
+        """Return the stage that returns a value; the first one for values without a stage."""
         own = self.home[read[0]] if read[0] >= 0 else None
         return own if own is not None else self.bound.get(read, 0)
 
@@ -289,15 +289,15 @@ class _Cutter:
 def step_values(
     module: ir.Module, batch: Collection[int], held: Collection[int]
 ) -> tuple[StepValues, dict[int, int]]:
-    """Collect what cutting a step needs.
+    """Collect the properties needed to cut a step.
 
     Args:
         module: StableHLO with its calls inlined.
-        batch: Arguments that are the batch.
-        held: Arguments that are parameters or state.
+        batch: Indices of the arguments that are the batch.
+        held: Indices of the arguments that are parameters or state.
 
     Returns:
-        The step, and the position of each op in ``main`` by its number, as ``walk_ops`` counts.
+        The step, and the index of each op in ``main`` by its number in ``walk_ops`` order.
     """
     from ...ir.mlir.bindings import walk_ops
     from ...ir.mlir.values import read_types
@@ -326,10 +326,10 @@ def step_values(
 
 
 def stage_module(module: ir.Module, stage: Stage) -> ir.Module:
-    """The program of a stage.
+    """Build the program of a stage.
 
-    Its arguments are the step's arguments that it reads, then what it receives; its results are the
-    step's results that it makes, then what it sends. Its ops keep the order of the step.
+    Its arguments are those of the step that it reads, then the values it receives; its results are
+    those of the step that it computes, then the values it sends. Its ops keep their order.
 
     Args:
         module: The step from which the stage was cut.

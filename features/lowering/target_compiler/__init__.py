@@ -1,1 +1,1 @@
-"""Compilers for GPUs and TPUs that are not attached: installed apart, run in their own process."""
+"""Compilers for GPUs and TPUs that are not attached: installed separately, run in a subprocess."""

@@ -1,8 +1,8 @@
-"""Compilers of absent devices: which are installed, and how to install them.
+"""Find and install the compilers of absent devices.
 
-XLA's compilers for NVIDIA GPUs and for TPUs are packages that need neither the device nor a driver.
-They live in a folder of their own that only the compile process has on its path, because every
-``import jax`` in their environment would look for the device and complain.
+XLA's compilers for NVIDIA GPUs and TPUs are packages that need neither the device nor a driver.
+They are installed in a separate folder that only the compile process has on its path, because
+otherwise every ``import jax`` in their environment would search for the device and complain.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ....common.versions import installed
 
 logger = logging.getLogger(__name__)
 
-#: Platforms of devices that have such a compiler.
+#: Platforms with such a compiler.
 PLATFORMS = ("gpu", "tpu")
 #: Assemblers for CUDA: version 12.9 supports the architectures that CUDA 13 dropped (Maxwell,
 #: Pascal and Volta).
 _CUDA_TOOLS = ("nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-nvcc-cu12>=12.9,<13")
 #: Packages with the compiler itself, the preferred one first.
 _MAIN_PACKAGE = {"gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"), "tpu": ("libtpu",)}
-#: Folders of CUDA tools among the packages, the newest first.
+#: Folders of CUDA tools within the packages, newest first.
 _CUDA_FOLDERS = ("nvidia/cu13", "nvidia/cuda_nvcc")
 # As in the list of `--gpu-name` in ptxas's help.
 _ARCHITECTURE = re.compile(r"'sm_(\d+)'")
@@ -39,12 +39,12 @@ _ARCHITECTURE = re.compile(r"'sm_(\d+)'")
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler that is installed.
+    """An installed compiler.
 
     Attributes:
         platform: ``gpu`` or ``tpu``.
         folder: Folder with its packages; ``None`` if they are in this environment.
-        version: Names and versions of its packages, which decide what it makes of a program.
+        version: Names and versions of its packages, which affect the compiled program.
     """
 
     platform: str
@@ -52,8 +52,8 @@ class Compiler:
     version: str
 
     def assemblers(self) -> list[tuple[Path, tuple[int, ...]]]:
-        """List CUDA folders with ``ptxas``, and the architectures (``sm_90``) each supports."""
-        # Packages in this environment may lie in any folder of its path.
+        """List CUDA folders with ``ptxas``, and the architectures (90 for sm_90) each supports."""
+        # Packages of this environment may be in any folder on its path.
         roots = [self.folder] if self.folder else [Path(p) for p in sys.path if p]
         folders = [root / name for name in _CUDA_FOLDERS for root in roots]
         if self.folder is None and (toolkit := shutil.which("ptxas")):
@@ -63,10 +63,10 @@ class Compiler:
 
 
 def compilers_root() -> Path:
-    """Give where compilers are installed.
+    """Return the folder in which compilers are installed.
 
-    ``$OPCAST_COMPILERS``; else ``compilers`` of this environment, if ``make`` put them there; else
-    in the user's data folder.
+    This is ``$OPCAST_COMPILERS``, else ``compilers`` in this environment if ``make`` put them
+    there, else a folder in the user's data folder.
     """
     if override := os.environ.get("OPCAST_COMPILERS"):
         return Path(override)
@@ -77,7 +77,7 @@ def compilers_root() -> Path:
 
 
 def find_compiler(platform: str) -> Compiler:
-    """Find the compiler for a platform: in its own folder, or in this environment.
+    """Find the compiler for a platform, in a separate folder or in this environment.
 
     Raises:
         CompilerError: There is none, or its version differs from jaxlib's.
@@ -98,7 +98,7 @@ def find_compiler(platform: str) -> Compiler:
 
 
 def packages(platform: str) -> list[str]:
-    """List what pip has to install: versions that fit the jaxlib in use.
+    """List the packages that pip has to install, with versions that match the jaxlib in use.
 
     Raises:
         CompilerError: There is no compiler for the platform.
@@ -117,17 +117,17 @@ def packages(platform: str) -> list[str]:
 def install_compiler(platform: str) -> Compiler:
     """Install the compiler for a platform into a separate folder.
 
-    Everything goes in with one call of pip into a new folder, which takes its place at the end: a
-    stopped installation leaves nothing behind that looks like one.
+    A single call of pip installs everything into a temporary folder, which is renamed at the end,
+    so that an interrupted installation is never mistaken for a complete one.
 
     Raises:
-        CompilerError: There is none for the platform, or pip fails.
+        CompilerError: There is no compiler for the platform, or pip fails.
     """
     wanted = packages(platform)
     target = _own_folder(platform)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    # Without dependencies: they would pull a second jax into the folder.
+    # Without dependencies, which would install a second jax into the folder.
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     try:
         done = subprocess.run(
@@ -152,7 +152,7 @@ def install_compiler(platform: str) -> Compiler:
 
 
 def _own_folder(platform: str) -> Path:
-    """Name the folder for the jaxlib in use: environments with others are not disturbed."""
+    """Return the folder for the jaxlib in use, so that other environments are not affected."""
     return compilers_root() / f"{platform}-{_jaxlib()}"
 
 
@@ -162,7 +162,7 @@ def _look(platform: str, folder: Path | None, wrong: list[str]) -> Compiler | No
         version = versions.get(name)
         if version is None:
             continue
-        # The CUDA plug-in is released with each jaxlib and fits that one alone.
+        # The CUDA plug-in is released with each jaxlib and matches only that version.
         if platform == "gpu" and version != _jaxlib():
             wrong.append(f"{name} {version} in {folder or 'this environment'}")
             continue
@@ -173,7 +173,7 @@ def _look(platform: str, folder: Path | None, wrong: list[str]) -> Compiler | No
 
 
 def _versions(folder: Path | None) -> dict[str, str]:
-    """Return the versions of the packages that matter, by name."""
+    """Return the versions of the relevant packages by name."""
     names = [*_MAIN_PACKAGE["gpu"], *_MAIN_PACKAGE["tpu"]]
     names += ["nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"]
     if folder is None:
@@ -189,7 +189,7 @@ def _jaxlib() -> str:
 
 
 def _libtpu() -> str:
-    """Return the libtpu that the jax in use names for its extra ``tpu``."""
+    """Return the libtpu requirement of the installed jax's extra ``tpu``."""
     wanted = [r for r in metadata.requires("jax") or () if r.startswith("libtpu")]
     return wanted[0].split(";")[0].strip() if wanted else "libtpu"
 
@@ -199,7 +199,7 @@ def _architectures(ptxas: Path) -> tuple[int, ...]:
     if not ptxas.is_file():
         return ()
     try:
-        # The help lists the architectures that `--gpu-name` takes.
+        # The help lists the architectures that `--gpu-name` accepts.
         done = subprocess.run(
             [str(ptxas), "--help"], capture_output=True, text=True, timeout=60, check=False
         )

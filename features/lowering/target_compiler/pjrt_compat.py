@@ -1,6 +1,6 @@
-"""The only module that compiles for absent devices through unstable interfaces of JAX.
+"""Compile for absent devices through unstable interfaces of JAX, used in no other module.
 
-It runs in the compile process alone (``worker.py``), where the plug-ins are on the path.
+It runs only in the compile process (``worker.py``), where the plug-ins are on the path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxlib import _jax, lapack
 from ....common.types import JaxObject, JsonMapping
 from ...ir.mlir.bindings import make_context, parse_module
 
-#: Figures of the compiler's memory statistics that are kept.
+#: Memory statistics of the compiler that are kept.
 _MEMORY = (
     "peak_memory_in_bytes",
     "argument_size_in_bytes",
@@ -32,7 +32,7 @@ class Compiled(NamedTuple):
 
     Attributes:
         hlo: Optimised, scheduled module text.
-        memory: The compiler's memory statistics in bytes, by name; empty if it states none.
+        memory: The compiler's memory statistics in bytes, by name; empty if it has none.
     """
 
     hlo: str
@@ -40,17 +40,17 @@ class Compiled(NamedTuple):
 
 
 def open_devices(platform: str, topology: str, target_config: str = "") -> list[object]:
-    """Devices of an absent machine.
+    """Open the devices of an absent machine.
 
     Args:
         platform: ``cuda`` or ``tpu``.
-        topology: For a GPU ``slices x hosts x devices of a host``; for a TPU a name such as
+        topology: For a GPU ``slices x hosts x devices per host``; for a TPU a name such as
             ``v5e:2x2``.
-        target_config: For a GPU, XLA's text description of it; for a TPU the name of the
-            configuration of its chips (``megacore``: two cores as one device), or empty.
+        target_config: For a GPU, XLA's text description of it; for a TPU the name of its chip
+            configuration (``megacore``: two cores as one device), or empty.
 
     Raises:
-        Exception: Whatever the plug-in raises for a description that it does not support.
+        Exception: Any error of the plug-in for an unsupported description.
     """
     if platform == "tpu":
         chips = {"chip_config_name": target_config} if target_config else {}
@@ -70,7 +70,7 @@ def compiler_version(devices: Sequence[JaxObject]) -> str:
 def compile_absent(
     devices: Sequence[JaxObject], program: bytes, replicas: int, partitions: int, flags: JsonMapping
 ) -> Compiled:
-    """Compile a module for devices of :func:`open_devices`.
+    """Compile a module for devices from :func:`open_devices`.
 
     Args:
         devices: At least ``replicas * partitions``.
@@ -80,7 +80,7 @@ def compile_absent(
         flags: Options of XLA by name without dashes.
 
     Raises:
-        Exception: Whatever the compiler raises for a program that it cannot compile.
+        Exception: Any error of the compiler for a program that it cannot compile.
     """
     used = list(devices[: replicas * partitions])
     context = make_context()
@@ -95,15 +95,15 @@ def compile_absent(
     return Compiled(executable.hlo_modules()[0].to_string(), _memory(executable))
 
 
-#: Targets of custom calls that have a stand-in.
+#: Targets of custom calls with a registered stand-in.
 _stand_ins: set[str] = set()
 
 
 def register_stand_in(target: str) -> bool:
-    """Let programs compile that call a library which is not at hand; they are not run.
+    """Let programs compile that call an unavailable library; they are never run.
 
     Args:
-        target: Target of a custom call of a program for CUDA.
+        target: Target of a custom call in a program for CUDA.
 
     Returns:
         Whether it is new; one that did not help is not registered again.
@@ -111,7 +111,7 @@ def register_stand_in(target: str) -> bool:
     if target in _stand_ins:
         return False
     _stand_ins.add(target)
-    # Any handler of the same interface: the compiler only looks whether there is one.
+    # Any handler with the same interface: the compiler only checks that there is one.
     _, handler, _ = lapack.registrations()["cpu"][0]
     for version in (0, 1):
         xla_client.register_custom_call_target(target, handler, "CUDA", version)
@@ -133,7 +133,7 @@ def _options(
 
 
 def _has_shardy(module: JaxObject) -> bool:
-    # Constants are elided: only dialect names are looked for.
+    # Constants are elided: only dialect names are searched.
     return "sdy." in module.operation.get_asm(large_elements_limit=8)
 
 

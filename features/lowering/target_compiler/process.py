@@ -1,7 +1,7 @@
-"""Compiles for an absent device in a worker process, within limits of time and memory.
+"""Compile for an absent device in a worker process, with limits on time and memory.
 
-Programs and results are files of a job folder (``worker.py``), because modules have megabytes and
-those that were made before a crash are kept.
+Programs and results are files in a job folder (``worker.py``), because modules take megabytes and
+results from before a crash are kept.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ....common.worker_process import memory_bytes as machine_memory_bytes
 from .target import CompileTarget
 from .worker import Job
 
-#: Settings of the user's shell that would change what the compiler makes.
+#: Environment variables of the user's shell that would affect the compiled program.
 _UNSET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORM_NAME", "CUDA_VISIBLE_DEVICES")
-#: libtpu is not to look for the machine that it is not on, nor to lock it for one process.
+#: Keeps libtpu from searching for a TPU on this machine and from locking it for one process.
 _SET = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -32,14 +32,14 @@ _SET = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-#: What allocators and runtimes write before they give up.
+#: Messages of allocators and runtimes that run out of memory.
 _OUT_OF_MEMORY = re.compile(
     r"bad_alloc|cannot allocate memory|out of memory|memoryerror|failed to allocate|mmap\(",
     re.IGNORECASE,
 )
-#: Words of the error for a program that does not fit into the device's memory.
+#: Error for a program that does not fit into the device's memory.
 _DEVICE_MEMORY = re.compile(r"RESOURCE_EXHAUSTED")
-#: Seconds between looks at the job folder; compiling takes seconds at least.
+#: Seconds between checks of the job folder; compiling takes at least seconds.
 _POLL_S = 0.05
 
 
@@ -48,12 +48,12 @@ class CompileSettings:
     """Limits and options of a compilation.
 
     Attributes:
-        timeout_s: Seconds after which the compiler counts as stuck.
-        memory_bytes: Most private memory of the compile process; 0 for four fifths of what the
-            machine has.
-        flags: Options of XLA by name without dashes, on top of the target's own.
-        progress: Whether to show that it is at work, if a person looks.
-        repeats: Whether a program with many equal layers is compiled with a few of them.
+        timeout_s: Seconds after which the compiler is considered stuck.
+        memory_bytes: Limit on private memory of the compile process; 0 for four fifths of the
+            machine's.
+        flags: Options of XLA by name without dashes, in addition to the target's.
+        progress: Whether to show progress on a terminal.
+        repeats: Whether a program with many equal layers is compiled with few of them.
     """
 
     timeout_s: float = 3600.0
@@ -69,10 +69,10 @@ class CompiledModule:
 
     Attributes:
         hlo: Optimised, scheduled module text.
-        seconds: Time that compiling took, without the start of the process.
+        seconds: Compile time, without the start of the process.
         memory: The compiler's memory statistics in bytes, by name.
         version: The version that the compiler reports.
-        notes: How it was compiled otherwise than asked, if it was.
+        notes: Deviations from the requested compilation, if any.
     """
 
     hlo: str
@@ -95,20 +95,20 @@ def compile_programs(
     Args:
         programs: StableHLO as text or bytecode.
         shapes: Replicas and partitions of each.
-        target: What to compile for.
+        target: Target device.
         settings: Limits and options.
-        origin: Where the program came from, for messages.
+        origin: Origin of the program, for messages.
 
     Returns:
-        For each program what became of it: the module, or the error that it met. A crash counts
-        for the program that met it; those after it are compiled in a new process.
+        The module or the error for each program. A crash is attributed to the program being
+        compiled; later ones are compiled in a new process.
 
     Raises:
-        CompilerError: The compiler does not start, or it ran out of time.
+        CompilerError: The compiler does not start, or exceeded its time limit.
     """
     settings = settings or CompileSettings()
     results: list[CompiledModule | LoweringError] = []
-    # Each process yields at least one result, if only a crash: the loop ends.
+    # Each process yields at least one result, if only a crash, so the loop ends.
     while len(results) < len(programs):
         rest = slice(len(results), None)
         results += _one_process(programs[rest], shapes[rest], target, settings, origin)
@@ -122,7 +122,7 @@ def _one_process(
     settings: CompileSettings,
     origin: str,
 ) -> list[CompiledModule | LoweringError]:
-    """Compile in one process, to the end or up to the program that crashed it."""
+    """Compile in one process, up to the end or the program that crashes it."""
     # Four fifths: the parent process and the page cache need the rest.
     memory_bytes = settings.memory_bytes or int(0.8 * machine_memory_bytes())
     # Removed with everything in it, however the worker ends.
@@ -150,7 +150,7 @@ def _one_process(
         ) as worker:
             _wait(worker, folder, target, settings, len(programs), origin)
             results = list(_results(folder, len(programs), origin, target))
-            # The program after the last result is the one that the process died of.
+            # The program after the last result is the one that crashed the process.
             if len(results) < len(programs):
                 results.append(_crash(worker, memory_bytes, origin, target))
         return results
@@ -168,9 +168,9 @@ def _wait(
     count: int,
     origin: str,
 ) -> None:
-    # The limit is one program's: it starts again whenever a result appears.
+    # The limit applies per program: it restarts whenever a result appears.
     started, done = time.monotonic(), 0
-    # A TPU's compiler may take minutes.
+    # A TPU compiler may take minutes.
     what = f"compiling for {target.device} (lowering fused takes seconds, without a compiler)"
     with waiting(what, count, settings.progress) as show:
         while worker.status() is None:
@@ -190,7 +190,7 @@ def _wait(
 def _results(
     folder: Path, count: int, origin: str, target: CompileTarget
 ) -> Iterator[CompiledModule | LoweringError]:
-    # Results come in order: the first that is missing is where the process ended.
+    # Results appear in order: the process ended at the first missing one.
     for number in range(count):
         path = folder / f"result{number}.json"
         if not path.is_file():
@@ -233,7 +233,7 @@ def _crash(
             hint="give it more with opcast lower --compile-memory, or use another lowering",
         )
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    # glog marks fatal lines by F and the date; the stack traces after them are less useful.
+    # glog marks fatal lines with F and the date; the stack traces after them are less useful.
     telling = [line for line in lines if re.match(r"F\d{4} |.*(Check failed|Error:)", line)]
     last = (telling or lines)[-1:]
     return CompilerError(

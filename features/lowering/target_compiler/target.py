@@ -1,14 +1,13 @@
-"""How an absent device is described to its compiler.
+"""Describe absent devices to their compilers.
 
-XLA's compiler for GPUs decides by cores, clock, bandwidth, caches and registers what it fuses and
-in which order it runs that; a missing figure would silently change the kernels, so each one is
-required. libtpu finds its devices by name.
+XLA's GPU compiler decides by cores, clock, bandwidth, caches and registers what to fuse and in
+which order to run it. A missing figure would silently change the kernels, so each one is required.
+libtpu identifies devices by name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +16,13 @@ from ...devices.device import DeviceSpec
 from ...devices.rules import capability_of, generations
 from .install import Compiler, find_compiler
 
-#: Figures of every GPU that CUDA supports (CUDA C++ Programming Guide, Compute Capabilities).
+#: Figures common to all GPUs that CUDA supports (CUDA C++ Programming Guide, Compute Capabilities).
 _COMMON = (
     "threads_per_warp: 32 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 "
     "block_dim_limit_z: 65535"
 )
-#: Without a device no library is asked to choose algorithms, but the compiler requires versions;
-#: they were found to have no effect on the kernels.
+#: Without a device no library is queried for algorithms, but the compiler requires versions; they
+#: were found to have no effect on the kernels.
 _LIBRARIES = (
     "dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 minor: 0 patch: 0 }"
 )
@@ -31,18 +30,18 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """A device, described as its compiler expects.
+    """A device described for its compiler.
 
     Attributes:
         device: Name of the device.
-        platform: ``cuda`` or ``tpu``, as plug-ins call themselves.
-        architecture: What the compiler's rules are for: ``sm_90``, ``v5e``.
-        config: XLA's text description of a GPU; of a TPU how its cores work together, empty for
-            its default.
-        devices_per_node: Devices of a host.
-        flags: Options of XLA that belong to the target (where the assembler is).
-        compiler: The compiler that is used.
-        notes: What the user should know, such as a stand-in architecture.
+        platform: ``cuda`` or ``tpu``, the plug-ins' own names.
+        architecture: Architecture of the compiler's rules: ``sm_90``, ``v5e``.
+        config: XLA's text description of a GPU; for a TPU how its cores are combined, empty for the
+            default.
+        devices_per_node: Devices per host.
+        flags: Options of XLA that belong to the target (location of the assembler).
+        compiler: The compiler used.
+        notes: Remarks for the user, such as a stand-in architecture.
     """
 
     device: str
@@ -55,11 +54,11 @@ class CompileTarget:
     notes: tuple[str, ...] = ()
 
     def topology(self, count: int) -> str:
-        """Name of the smallest machine with at least ``count`` devices."""
+        """Return the name of the smallest machine with at least ``count`` devices."""
         if self.platform == "tpu":
             return tpu_topology(self.architecture, count)
         per_host = min(count, max(1, self.devices_per_node))
-        # XLA's text form: slices × hosts × devices of a host.
+        # XLA's text form: slices × hosts × devices per host.
         return f"1x{math.ceil(count / per_host)}x{per_host}"
 
 
@@ -67,8 +66,8 @@ def target_of(device: DeviceSpec) -> CompileTarget:
     """Describe a device to its compiler.
 
     Args:
-        device: Of the catalogue, of a device file, or one that was measured or trained under any
-            name of a device of the catalogue.
+        device: From the catalogue, a device file, or a device measured or trained under any name
+            in the catalogue.
 
     Raises:
         DeviceError: A figure that the compiler needs is missing; the message names its key.
@@ -102,14 +101,14 @@ def tpu_topology(generation: str, count: int) -> str:
         )
     sides = list(known[generation]["host"])
     while math.prod(sides) * known[generation]["cores"] < count:
-        # The shortest side grows, the last one first, as slices of the cloud do.
+        # The shortest side grows, the last one first, as in slices of the cloud.
         side = min(range(len(sides)), key=lambda i: (sides[i], -i))
         sides[side] *= 2
     return f"{generation}:{'x'.join(map(str, sides))}"
 
 
 def compiled_tpus() -> list[str]:
-    """TPUs of the catalogue that libtpu compiles for, and of whose kernels it so has estimates."""
+    """Return the TPUs of the catalogue that libtpu compiles for, and so has estimates for."""
     from ...devices.catalogue import device_names, find_device
 
     known = generations().tpus
@@ -117,7 +116,7 @@ def compiled_tpus() -> list[str]:
 
 
 def _described(device: DeviceSpec) -> DeviceSpec:
-    """Return the device if it names its compiler's target, else the catalogue's of its name."""
+    """Return the device if it has a compiler target, else the catalogue's device of its name."""
     from ...devices.catalogue import find_device, in_catalogue
 
     if device.compiler.get("target"):
@@ -186,14 +185,14 @@ def _gpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:
 
 
 def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
-    """List what XLA is told of a GPU, by its own field names, in SI units (clock in GHz).
+    """Return the figures of a GPU for XLA, by XLA's field names, in SI units (clock in GHz).
 
     Raises:
         DeviceError: One is missing, or they contradict each other.
     """
     shared = {key: float(value) for key, value in spec.compiler.items() if key != "target"}
     known = {
-        # The default of one core is a placeholder that would pass for a figure.
+        # The default of one core is a placeholder that would be mistaken for a figure.
         "core_count": 0 if "core_count" in spec.defaulted else spec.core_count,
         "lanes_per_core": spec.lanes_per_core,
         "boost_mhz": spec.clock_hz / 1e9,
@@ -211,7 +210,7 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
             where=f"device {spec.name}",
             hint="add them to the device file, or give a base or a known compiler_target",
         )
-    # A device file that shrinks shared memory gets the block's limit from its capability.
+    # In a device file that shrinks shared memory, the block limit still follows the capability.
     if known["shared_kb_per_block_optin"] > known["shared_kb_per_core"]:
         raise DeviceError(
             "shared_kb_per_block_optin is more than shared_kb_per_core",
@@ -248,10 +247,6 @@ def _assembler(compiler: Compiler, wanted: int) -> tuple[Path, int]:
     for folder, known in assemblers:
         if wanted in known:
             return folder, wanted
-    return _nearest(assemblers, wanted)
-
-
-def _nearest(assemblers: Sequence[tuple[Path, tuple[int, ...]]], wanted: int) -> tuple[Path, int]:
     # At equal distance the newer architecture: its rules include the older ones'.
     choices = [(abs(n - wanted), -n, folder) for folder, known in assemblers for n in known]
     _, negative, folder = min(choices, key=lambda choice: choice[:2])

@@ -1,10 +1,10 @@
-"""The compile process: reads a job folder, compiles its programs one by one, writes the results.
+"""The compile process: compile the programs of a job folder one by one and write the results.
 
-It is started by ``process.py`` and holds what must not be in the main process: the plug-ins of
-absent devices, with their start-up time, their messages and their crashes.
+It is started by ``process.py`` and isolates what must not be in the main process: the plug-ins of
+absent devices, with their start-up time, messages and crashes.
 
-A job folder holds ``job.json`` with the keys of :class:`Job` and ``program<i>`` files. For each
-program the worker writes ``result<i>.json`` and ``hlo<i>.txt``, or ``result<i>.json`` with an
+A job folder contains ``job.json`` with the keys of :class:`Job`, and ``program<i>`` files. For each
+program the worker writes ``result<i>.json`` and ``hlo<i>.txt``, or only ``result<i>.json`` with an
 ``error``.
 """
 
@@ -21,13 +21,13 @@ from typing import Any
 
 from ....common.child_process import begin_worker
 
-#: How the compiler says that the library of a call is not at hand (its name).
+#: Compiler message that the library of a call is unavailable (captures its name).
 _NO_LIBRARY = re.compile(
     r"No (?:FFI handler registered for|registered implementation for custom call to) \"?([^\"\s]+)"
 )
 #: Failures of the compiler that other options avoid: part of its message, the options, and a note.
-#: Where it cannot time candidates on a device, it takes default tiles for Triton GEMMs, which do
-#: not divide odd sizes (seen with a ViT of 197 tokens).
+#: Where it cannot time candidates on a device, it uses default tiles for Triton GEMMs, which do not
+#: divide odd sizes (seen with a ViT of 197 tokens).
 DETOURS: tuple[tuple[str, dict[str, object], str], ...] = (
     (
         "find output tile sizes",
@@ -43,8 +43,8 @@ class Job:
 
     Attributes:
         platform: ``cuda`` or ``tpu``.
-        topology: Topology of the devices, as ``pjrt_compat.open_devices`` takes it.
-        target_config: Description of the GPU, as ``pjrt_compat.open_devices`` takes it.
+        topology: Topology of the devices, as in ``pjrt_compat.open_devices``.
+        target_config: Description of the GPU, as in ``pjrt_compat.open_devices``.
         folder: Folder with the plug-in's packages; empty if they are in the environment.
         shapes: Replicas and partitions of each program.
         flags: Options of XLA.
@@ -63,7 +63,7 @@ def run(folder: Path) -> None:
     data = json.loads((folder / "job.json").read_text())
     job = Job(**{**data, "shapes": tuple(tuple(shape) for shape in data["shapes"])})
     if job.folder:
-        # At the end: packages of this environment win over copies in the compiler's folder.
+        # At the end: packages of this environment take precedence over the compiler folder's.
         sys.path.append(job.folder)
     try:
         from .pjrt_compat import compiler_version, open_devices
@@ -95,7 +95,7 @@ def _compile(
     except Exception as error:  # compilers raise several unrelated classes
         _write(target, {"error": _message(error), "stage": "compile"})
         return
-    # The module first: when its result file appears, the parent takes both as complete.
+    # The module first: when its result file appears, the parent considers both complete.
     (folder / f"hlo{number}.txt").write_text(compiled.hlo)
     seconds = time.monotonic() - started
     result = {"seconds": seconds, "memory": compiled.memory, "version": version, "notes": notes}
@@ -105,7 +105,7 @@ def _compile(
 def _compiled(
     devices: list[object], program: bytes, shape: tuple[int, int], flags: dict[str, object]
 ) -> tuple[Any, list[str]]:
-    """Compile a program, with a note for each detour that was taken."""
+    """Compile a program; return it with a note for each workaround used."""
     from .pjrt_compat import compile_absent, register_stand_in
 
     try:
@@ -125,7 +125,7 @@ def _compiled(
 
 
 def _detour(message: str, flags: dict[str, object]) -> tuple[dict[str, object], str] | None:
-    """Options that may let a refused program compile, and a note; never ones that the user set."""
+    """Return options that may help a rejected program compile, and a note; none the user set."""
     for part, options, note in DETOURS:
         if part in message and not options.keys() & flags.keys():
             return options, note
@@ -144,6 +144,6 @@ def _write(path: Path, data: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     begin_worker()
-    # The plug-in reads its settings when it is loaded; nothing of the user's shell may reach it.
+    # The plug-in reads its settings when loaded; those of the user's shell must not reach it.
     os.environ["JAX_PLATFORMS"] = "cpu"
     run(Path(sys.argv[1]))
