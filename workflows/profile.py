@@ -19,7 +19,7 @@ from ..common.units import quantity
 from ..features.devices.device import DeviceSpec, local_device_name
 from ..features.devices.identity import (
     MEASURED_AT,
-    TOLD_CHANGE,
+    REPORTED_CHANGE,
     anchors_of,
     compare_anchors,
     compare_ceilings,
@@ -178,7 +178,7 @@ def ceilings_moved(now: DeviceSpec, then: DeviceSpec) -> str:
         f"({rate / old[dtype] - 1.0:+.0%})"
         for name, new, old, unit in figures
         for dtype, rate in new.items()
-        if old.get(dtype) and max(rate / old[dtype], old[dtype] / rate) > TOLD_CHANGE
+        if old.get(dtype) and max(rate / old[dtype], old[dtype] / rate) > REPORTED_CHANGE
     ]
     if not moved:
         return ""

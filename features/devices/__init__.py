@@ -1,1 +1,1 @@
-"""Devices as data: figures of a chip, the catalogue of device files, rules for missing figures."""
+"""Device descriptions, the catalogue of device files, and rules for figures that they omit."""

@@ -1,9 +1,8 @@
-"""The catalogue: accelerators described by vendors, as data files in ``features/devices``.
+"""The catalogue of accelerators as their vendors describe them: files in ``features/devices``.
 
-Other packages add folders of such files by entry points of the group ``opcast.devices``.
-
-A name comes in, a :class:`DeviceSpec` goes out. Nothing here was measured by opcast: a measurement
-of the device itself (``opcast device --save``) is always better.
+Other packages add folders of such files through entry points of the group ``opcast.devices``.
+Lookup by name returns a :class:`DeviceSpec`. opcast measured none of these figures; a measurement
+of the device (``opcast device --save``) is always better.
 """
 
 from __future__ import annotations
@@ -25,19 +24,23 @@ from .rules import generations
 from .sheet import Sheet, overlay, read_designs, read_sheet
 from .spec_of_sheet import device_of_sheet
 
-#: Entry points by which packages add folders of device files.
+#: Entry-point group through which packages add folders of device files.
 GROUP = "opcast.devices"
 _FOLDER = PACKAGE / "features" / "devices"
+#: Number of suggestions for a mistyped name.
+_CLOSEST = 4
+#: Spelling variants: SXM2 to SXM6 are the sockets of successive generations; 80g means 80gb.
+_SPELLINGS = re.compile(r"(?<=sxm)\d|(?<=\dg)b")
 
 
 def device_names() -> list[str]:
-    """Return the canonical names of all devices of the catalogue, sorted."""
+    """Return the canonical names of all devices in the catalogue, sorted."""
     return sorted(_files())
 
 
 @cache
 def _files() -> dict[str, Path]:
-    """Return the device files by canonical name; ours win over files of other packages."""
+    """Return the device files by canonical name; opcast's override those of other packages."""
     folders = [Path(plugins.load(point)) for point in plugins.found(GROUP).values()]
     # The last one wins: a plug-in cannot replace a device that models were trained on.
     return {path.stem: path for folder in (*folders, _FOLDER) for path in folder.glob("*.yaml")}
@@ -51,7 +54,7 @@ def find_device(name: str) -> DeviceSpec:
             (``NVIDIA H100 80GB HBM3``), or the :func:`device_slug` of one; case does not matter.
 
     Raises:
-        DeviceError: The catalogue has no such device; the message lists the closest names.
+        DeviceError: The catalogue has no such device; the hint lists the closest names.
     """
     canonical = _canonical(name)
     if canonical is None:
@@ -63,25 +66,25 @@ def find_device(name: str) -> DeviceSpec:
 
 
 def typed_name(name: str) -> str | None:
-    """Return the canonical name of the device that a user means, also by a short name.
+    """Return the canonical name of the device that a user means, possibly by a short name.
 
     Args:
-        name: Canonical name or alias, or any short name that fits one device: ``v5e``, ``rtx4090``,
-            ``mi300``, ``a100-pcie-80g``.
+        name: Canonical name or alias, or any short name that matches one device: ``v5e``,
+            ``rtx4090``, ``mi300``, ``a100-pcie-80g``.
 
     Returns:
         ``None`` if the catalogue has no such device.
 
     Raises:
-        DeviceError: Several devices go by the short name, as by ``h100``; the message lists them.
+        DeviceError: The short name, such as ``h100``, matches several devices; the hint lists them.
     """
     slug = device_slug(name)
     if slug in _files():
         return slug
     names = {own: [own] for own in device_names()}
     meant = shortened(slug, names)
-    # Tables write H100 where they mean one product; a user may mean any product with the chip.
-    # A runtime's name of a device ("TPU v5") has several words.
+    # The alias H100 in tables means one product, but a user may mean any product with that chip.
+    # Names reported by a runtime ("TPU v5") have several words.
     if slug in _index() and (not meant or "-" in slug):
         return _index()[slug]
     if not meant:
@@ -98,7 +101,7 @@ def find_typed(name: str) -> DeviceSpec:
     """Find a device in the catalogue by a name that a user typed; see :func:`typed_name`.
 
     Raises:
-        DeviceError: The catalogue has no such device, or several go by that name.
+        DeviceError: The catalogue has no such device, or the name matches several.
     """
     return find_device(typed_name(name) or name)
 
@@ -110,18 +113,18 @@ def read_device(device: str) -> DeviceSpec:
         device: As for :func:`typed_name`, or the path of a YAML or JSON file.
 
     Raises:
-        DeviceError: The catalogue has no such device, several go by that name, or the file is
-            missing or wrong.
+        DeviceError: The catalogue has no such device, the name matches several, or the file is
+            missing or invalid.
     """
     return device_file(device) or find_typed(device)
 
 
 def device_file(device: str | Path) -> DeviceSpec | None:
-    """Read the device of a file; ``None`` for a name, which no device has with such a suffix.
+    """Read the device of a file; ``None`` for a name, which never has a file suffix.
 
     Raises:
-        DeviceError: It is neither a name nor a path; or the file is missing or wrong, or starts
-            from a base under a name of the catalogue whose figures it does not have.
+        DeviceError: The argument is neither a name nor a path; the file is missing or invalid; or
+            it changes a base but has the name of a catalogue device with other figures.
     """
     if not isinstance(device, str | Path):
         raise DeviceError(
@@ -133,10 +136,10 @@ def device_file(device: str | Path) -> DeviceSpec | None:
 
 
 def _own_name(device: DeviceSpec, path: Path) -> DeviceSpec:
-    """Refuse the device of a file that changes a base and has a name of the catalogue.
+    """Reject a file that changes a base and has the name of a device in the catalogue.
 
-    What was measured on a chip goes by its name. A whole description may differ from the
-    catalogue's, as another data sheet of the same chip, or a probe, does.
+    Measurements are assigned by name. A complete description may differ from the catalogue's, such
+    as another data sheet of the same chip, or a probe.
     """
     listed = _canonical(device.name) if device.base else None
     if listed is not None and _unnamed(device) != _unnamed(_catalogue_device(listed)):
@@ -149,15 +152,15 @@ def _own_name(device: DeviceSpec, path: Path) -> DeviceSpec:
 
 
 def find_described(name: str, described: Mapping[str, DeviceSpec]) -> DeviceSpec:
-    """Find a device of a table: among the descriptions that come with it, else in the catalogue.
+    """Find a device of a table, in the accompanying descriptions or else in the catalogue.
 
     Args:
-        name: As the table has it: the name of a description, or as for :func:`find_device`.
-        described: Devices by name, of device files, a dataset or a model. They come first: a
-            dataset's labels and a model's constants belong to them.
+        name: Name in the table: of a description, or as for :func:`find_device`.
+        described: Devices by name, from device files, a dataset or a model. They take precedence:
+            a dataset's labels and a model's constants belong to them.
 
     Raises:
-        DeviceError: It is neither described nor in the catalogue.
+        DeviceError: The device is neither described nor in the catalogue.
     """
     found = described.get(name) or described.get(_canonical(name) or name)
     if found is not None:
@@ -173,7 +176,7 @@ def find_described(name: str, described: Mapping[str, DeviceSpec]) -> DeviceSpec
 
 
 def choose_described(device: str, described: Mapping[str, DeviceSpec]) -> DeviceSpec:
-    """Find a device that a user typed, for data or a model that describe devices themselves.
+    """Find a device that a user typed, for data or a model with its own device descriptions.
 
     Args:
         device: The path of a YAML or JSON file, the name of a description, or as for
@@ -181,8 +184,8 @@ def choose_described(device: str, described: Mapping[str, DeviceSpec]) -> Device
         described: As for :func:`find_described`.
 
     Raises:
-        DeviceError: As :func:`find_described`, several go by that name, or the file is missing or
-            wrong.
+        DeviceError: As :func:`find_described`; the name matches several devices; or the file is
+            missing or invalid.
     """
     if device in described:
         return described[device]
@@ -195,7 +198,7 @@ def in_catalogue(name: str) -> bool:
 
 
 def same_figures(device: DeviceSpec) -> DeviceSpec | None:
-    """Find the device of the catalogue that a description repeats under another name, if any.
+    """Find the catalogue device that a description repeats under another name, if any.
 
     A device file that names a ``base`` and changes nothing describes the base.
     """
@@ -205,7 +208,7 @@ def same_figures(device: DeviceSpec) -> DeviceSpec | None:
 
 
 def measured_as(device: DeviceSpec) -> str:
-    """The name that measurements of a device go by: of a file that changes nothing, its base's."""
+    """Return the name under which a device is measured: for an unchanged base, the base's."""
     if in_catalogue(device.name):
         return device.name
     return (same_figures(device) or device).name
@@ -215,30 +218,26 @@ def _unnamed(device: DeviceSpec) -> DeviceSpec:
     return replace(device, name="", source="", aliases=(), provenance={}, base="")
 
 
-#: Names that are listed where one is mistyped.
-_CLOSEST = 4
-
-
 def closest_names(name: str) -> list[str]:
-    """List canonical names that are, or have an alias, most like ``name``, best first."""
+    """List canonical names that are, or have an alias, closest to ``name``, best first."""
     known = _index()
-    # Several aliases may name one device: more are asked for than are shown.
+    # Several aliases may belong to one device, so more are requested than shown.
     close = difflib.get_close_matches(device_slug(name), known, n=4 * _CLOSEST, cutoff=0.0)
     return list(dict.fromkeys(known[slug] for slug in close))[:_CLOSEST]
 
 
 def load_device_file(path: Path | str) -> DeviceSpec:
-    """Read a device file, such as of a chip that does not exist yet.
+    """Read a device file, for example of a chip that does not exist yet.
 
-    A file with ``base: h100-sxm`` takes the figures that it lacks from that device of the
-    catalogue; any name that :func:`typed_name` accepts will do.
+    A file with ``base: h100-sxm`` takes the figures that it omits from that catalogue device; any
+    name that :func:`typed_name` accepts is allowed.
 
     Raises:
         DeviceError: The file is missing, not YAML, has unknown keys or wrong types, is incomplete,
-            or its figures contradict each other; the message names file and key.
+            or its figures contradict each other; the message contains file and key.
     """
     path = Path(path)
-    # Time and size are part of the cache's key, so that an edited file is read again.
+    # Time and size are part of the cache key, so that an edited file is read again.
     stat = path.stat() if path.is_file() else None
     return _load_device_file(path, stat and stat.st_mtime_ns, stat and stat.st_size)
 
@@ -268,7 +267,7 @@ def load_designs(path: Path | str) -> list[Design]:
 
 
 def unchanged(path: Path | str) -> DeviceSpec | None:
-    """Read the base of a file's designs, with what the file's own models say of it, if it has one.
+    """Read the base of a file's designs, with the file's linear models, if it has a base.
 
     Raises:
         DeviceError: As :func:`load_device_file`.
@@ -281,14 +280,13 @@ def unchanged(path: Path | str) -> DeviceSpec | None:
 
 
 def base_of(design: DeviceSpec) -> DeviceSpec | None:
-    """Return the device of the catalogue that a design starts from; ``None`` if it is in there.
+    """Return the catalogue device that a design starts from; ``None`` for a catalogue device.
 
-    It is the one that the design's file names. A GPU whose file names none starts from the one of
-    its architecture that is nearest in cores and capacities, and in rates only among equals, so
-    that no rate of a design makes it start from another one; of an unknown architecture, from the
-    reference of its maker.
+    It is the base named in the design's file. Without one, a GPU starts from the device of its
+    architecture that is nearest in cores and capacities; rates only break ties, so that no rate of
+    a design changes its base. A GPU of unknown architecture starts from its vendor's reference.
     """
-    # A file may repeat a device of the catalogue under its name, naming it as the base, too.
+    # A file may repeat a catalogue device under its name, and name it as base as well.
     if in_catalogue(design.name):
         return None
     if design.base and in_catalogue(design.base):
@@ -309,14 +307,14 @@ def _gpus() -> tuple[DeviceSpec, ...]:
 
 
 def _unlikeness(chip: DeviceSpec, other: DeviceSpec) -> tuple[float, float]:
-    """How far two devices differ in what is no rate, and in rates, in sums of logarithms."""
+    """Return distances of two devices in counts and capacities, and in rates (log scale)."""
     cores, memory, cache, lanes, *rates = zip(_figures(chip), _figures(other), strict=True)
 
     def apart(pairs: Iterable[tuple[float, float]]) -> float:
-        # What a file leaves out tells nothing.
+        # Omitted figures carry no information.
         return sum(abs(math.log(a / b)) for a, b in pairs if a and b)
 
-    # Rounded, so that equals are equal.
+    # Rounded, so that equal distances compare equal.
     return round(apart((cores, memory, cache, lanes)), 6), apart(rates)
 
 
@@ -327,7 +325,7 @@ def _figures(chip: DeviceSpec) -> tuple[float, ...]:
 
 
 def has_ranges(device: str) -> bool:
-    """Whether a device is a file that describes several designs."""
+    """Return whether a device is a file that describes several designs."""
     return Path(device).suffix.lower() in (".yaml", ".yml") and len(load_designs(device)) > 1
 
 
@@ -337,7 +335,7 @@ def _load_device_file(path: Path, *_: int | None) -> DeviceSpec:
 
 
 def device_of(sheet: Sheet) -> DeviceSpec:
-    """Describe the device of a sheet, completed from its base.
+    """Build the description of a sheet's device, completed from its base.
 
     Raises:
         DeviceError: There is no such base, or figures are missing or contradict each other.
@@ -364,7 +362,7 @@ def _with_base(sheet: Sheet, above: tuple[str, ...] = ()) -> Sheet:
         base = typed_name(sheet.texts["base"])
     except DeviceError as error:
         raise DeviceError(f"base: {error.what}", where=sheet.where, hint=error.hint) from None
-    # A base of a base may lead back to a file only by mistake; `above` ends such a circle.
+    # Bases may form a circle only by mistake; `above` ends it.
     if base is None or base in above:
         what = f"base {sheet.texts['base']!r} is not in the catalogue"
         close = ", ".join(closest_names(sheet.texts["base"]))
@@ -381,30 +379,26 @@ def _canonical(name: str) -> str | None:
 
 @cache
 def _index() -> dict[str, str]:
-    """Return the canonical name by slug of every name and alias."""
+    """Return canonical names by slug of every name and alias."""
     names: dict[str, str] = {}
     for name in device_names():
         for alias in (name, *_catalogue_sheet(name).aliases):
-            # Two devices of one alias would make a name's meaning depend on the order of files.
+            # An alias of two devices would make its meaning depend on the order of files.
             other = names.setdefault(device_slug(alias), name)
             if other != name:
                 raise DeviceError(f"{alias!r} names both {other} and {name}", where=str(_FOLDER))
     return names
 
 
-#: Sockets SXM2 to SXM6 are one of each generation; 80g is 80gb.
-_SPELLINGS = re.compile(r"(?<=sxm)\d|(?<=\dg)b")
-
-
 def shortened(slug: str, names: Mapping[str, Sequence[str]]) -> list[str]:
-    """Find devices by the parts of their names that a short name keeps, in order.
+    """Find devices whose name has all parts of a short name, in order.
 
     Args:
-        slug: Short name, in lower case with dashes; these may be left out.
-        names: Names of each device, of the same form.
+        slug: Short name, in lower case with dashes, which may be omitted.
+        names: Names of each device in the same form.
 
     Returns:
-        Devices with a name that has all parts of the short one, the chip's own part among them.
+        The devices; the short name has to include the part that names the chip.
     """
     plain = _SPELLINGS.sub("", slug).replace("-", "")
     return [device for device, full in names.items() if any(_shortens(plain, f) for f in full)]
@@ -423,5 +417,5 @@ def _shortens(plain: str, full: str) -> bool:
 
 
 def _chip(part: str) -> str:
-    """The chip's part, whose last letter may be left out: MI300 for MI300X, v5 for v5e and v5p."""
+    """Match the chip's part, with optional last letter: MI300 for MI300X, v5 for v5e and v5p."""
     return re.escape(part) + ("?" if part[-1].isalpha() else "")

@@ -1,4 +1,4 @@
-"""Devices as data: peaks, memory levels and floors."""
+"""Device descriptions: peaks, memory levels and launch floors."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from ...common.files import parse_json
 from ...common.types import JsonObject
 from ..ir.program import DTYPE_BITS, DTYPES, REDUCED
 
-#: Bytes/s in one direction to the host where a device's file says none: PCI Express 4.0 x16, 16
-#: GT/s x 16 lanes / 8 bits (31.5 GB/s after 128b/130b encoding), rounded as data sheets do.
+#: Default bytes/s in one direction to the host: PCI Express 4.0 x16, 16 GT/s x 16 lanes / 8 bits
+#: (31.5 GB/s after 128b/130b encoding), rounded as in data sheets.
 HOST_BANDWIDTH = 32e9
-#: The same to other nodes: 200 Gb/s a device, as InfiniBand HDR has.
+#: The same to other nodes: 200 Gb/s per device, as with InfiniBand HDR.
 NETWORK_BANDWIDTH = 25e9
-#: What NVIDIA's driver keeps of a GPU's memory: bytes, and a share. The totals in messages of
+#: GPU memory reserved by NVIDIA's driver: bytes, and a fraction. The totals in messages of
 #: ``torch.OutOfMemoryError`` in public issues are 14.57 to 14.75 of 15 GiB, 23.5 to 23.69 of 24,
 #: 31.36 of 32, 39.39 to 39.56 of 40, 44.4 of 45, 79.1 to 79.33 of 80, 139.8 of 141 and 178.35 of
-#: 180, which it meets within 0.2 GiB. AMD's driver keeps next to nothing (23.98 of 24).
+#: 180, which it reproduces within 0.2 GiB. AMD's driver reserves almost nothing (23.98 of 24).
 _DRIVER, _DRIVER_SHARE = 0.2 * 2**30, 0.008
-#: Share that libtpu keeps, by XLA's messages: 7.48 GiB are left of 8 (v2), 15.48 of 16 (v3), 30.75
-#: of 32 (v4) and 15.75 of 16 (v5e).
+#: Fraction reserved by libtpu, from XLA's messages: 7.48 GiB remain of 8 (v2), 15.48 of 16 (v3),
+#: 30.75 of 32 (v4) and 15.75 of 16 (v5e).
 _LIBTPU_SHARE = 0.03
+#: Longest name; files are named after devices, and file systems allow 255 bytes.
+MAX_NAME = 200
 
 
 @dataclass(frozen=True)
 class MemoryLevel:
-    """A level of the memory hierarchy, as one program running on the whole device sees it.
+    """A level of the memory hierarchy, as seen by a program that runs on the whole device.
 
     Attributes:
-        capacity: Bytes that fit; ``inf`` for the last level is written as the device's memory.
+        capacity: Capacity in bytes.
         bandwidth: Sustained bytes/s, reads plus writes.
     """
 
@@ -49,13 +51,13 @@ class MemoryLevel:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device, as the roofline and the features describe it. SI units throughout.
+    """A device, as used by the roofline and the features. SI units throughout.
 
     Attributes:
         name: Canonical name, such as ``cpu-xeon-2.50ghz-2c`` or ``h100-sxm``.
         platform: ``cpu``, ``gpu`` or ``tpu``.
-        peak_flops: Dense matrix FLOP/s by HLO dtype; ``f32`` is true FP32, products with operands
-            rounded to TensorFloat-32 are under ``tf32``.
+        peak_flops: Dense matrix FLOP/s by HLO dtype; ``f32`` is true FP32, while products with
+            operands rounded to TensorFloat-32 are under ``tf32``.
         vector_flops: Element-wise FLOP/s by HLO dtype.
         levels: Memory levels, fastest first; the last one is main memory.
         floor: Smallest duration of a kernel, in seconds.
@@ -64,27 +66,26 @@ class DeviceSpec:
         core_count: Cores, SMs or tensor cores.
         clock_hz: Clock under load.
         memory_bytes: Device memory.
-        source: Where the figures come from (``measured`` or a document).
-        extra: Anything else worth recording.
-        vendor: Its maker.
+        source: Source of the figures (``measured`` or a document).
+        extra: Additional information.
+        vendor: Vendor.
         architecture: Generation, such as ``hopper``; see ``features/devices/generations``.
         lanes_per_core: FP32 lanes of a core, SM or CU; 0 if unknown.
         power_w: Board power limit in watts; 0 if unknown.
-        link_bandwidth: Bytes/s in one direction of all scale-up links of a device together.
+        link_bandwidth: Bytes/s in one direction over all scale-up links of a device together.
         inter_node_bandwidth: Bytes/s in one direction to other nodes, per device.
         host_bandwidth: Bytes/s in one direction to the host.
-        devices_per_node: Devices of a node; 0 if unknown.
+        devices_per_node: Devices per node; 0 if unknown.
         shared_bytes_per_core: Shared memory (LDS, VMEM) of a core in bytes; 0 if unknown.
         array_rows: Rows of a systolic array, along which products accumulate; 0 if unknown.
         array_columns: Columns of a systolic array; 0 if unknown.
-        arrays_per_core: Systolic arrays of a core; 0 if unknown.
-        compiler: What a compiler is told beside the rest: ``target`` (``sm_90``, ``v5e``), and of a
-            GPU's core threads, registers and shared memory in bytes, by key of the device file.
+        arrays_per_core: Systolic arrays per core; 0 if unknown.
+        compiler: Figures only for a compiler: ``target`` (``sm_90``, ``v5e``), and threads,
+            registers and shared memory in bytes of a GPU core, by key of the device file.
         aliases: Other names of the device, such as JAX's device kind.
-        base: Device of the catalogue that a design starts from, as its file names it; empty for
-            others, those of the catalogue included.
-        provenance: Where each figure comes from, by key of the device file.
-        defaulted: Keys that the device file left out and that a rule filled.
+        base: Catalogue device that a design starts from, as named in its file; else empty.
+        provenance: Source of each figure, by key of the device file.
+        defaulted: Keys that the device file omits and that a rule filled.
     """
 
     name: str
@@ -120,18 +121,18 @@ class DeviceSpec:
 
     @property
     def runs_cuda(self) -> bool:
-        """Whether NVIDIA's libraries price it: its GPUs, and those of makers that nobody measured.
+        """Whether the device is modelled with NVIDIA's libraries.
 
-        Libraries of the other makers that were measured start more slowly and reach less; nothing
-        says that of one that does not exist yet, so it counts as the usual case.
+        This holds for NVIDIA's GPUs and for vendors without measurements. Libraries of the other
+        measured vendors start more slowly and reach less, which is not assumed of an unknown one.
         """
-        # Rules of generations are made of a file, which descriptions alone do not need.
+        # Rules of generations are read from a file, which a mere description does not need.
         makers: frozenset[str] = import_module(".rules", __package__).makers()
         return self.platform == "gpu" and (self.vendor == "NVIDIA" or self.vendor not in makers)
 
     @property
     def dies(self) -> int:
-        """Compute dies; 0 where the cores of one are not given."""
+        """Compute dies; 0 if the cores per die are not given."""
         return round(self.core_count / float(self.extra.get("cores_per_die") or math.inf))
 
     @property
@@ -141,25 +142,25 @@ class DeviceSpec:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of the memory that programs can have: what the driver tells; 0 if unknown."""
+        """Memory available to programs in bytes, as the driver reports it; 0 if unknown."""
         kept, share = self._kept
         return max(0.0, (1.0 - share) * self.memory_bytes - kept)
 
     def with_usable(self, usable: float) -> DeviceSpec:
-        """The device with memory of which programs can have so many bytes."""
+        """Return the device with its memory set so that programs can use ``usable`` bytes."""
         kept, share = self._kept
         return replace(self, memory_bytes=(usable + kept) / (1.0 - share))
 
     @property
     def _kept(self) -> tuple[float, float]:
-        """What the driver keeps of the memory: bytes, and a share."""
+        """Memory reserved by the driver: bytes, and a fraction."""
         if self.platform == "tpu":
             return 0.0, _LIBTPU_SHARE
         return (_DRIVER, _DRIVER_SHARE) if self.runs_cuda else (0.0, 0.0)
 
     @property
     def host_link(self) -> float:
-        """Bytes/s in one direction to the host, by :data:`HOST_BANDWIDTH` where none are given."""
+        """Bytes/s in one direction to the host, :data:`HOST_BANDWIDTH` by default."""
         return self.host_bandwidth or HOST_BANDWIDTH
 
     @property
@@ -169,7 +170,7 @@ class DeviceSpec:
 
     @cached_property
     def rates(self) -> np.ndarray:
-        """Matrix and vector FLOP/s by code of a dtype, shape ``(2, len(DTYPES))``.
+        """Matrix and vector FLOP/s by dtype code, shape ``(2, len(DTYPES))``.
 
         Raises:
             DeviceError: The device lists no peaks.
@@ -214,7 +215,7 @@ class DeviceSpec:
 
     @classmethod
     def from_file(cls, path: Path | str) -> DeviceSpec:
-        """Read a description: JSON written from :meth:`to_json`, or a YAML device file.
+        """Read a description: JSON from :meth:`to_json`, or a YAML device file.
 
         Raises:
             DeviceError: The file cannot be read, or figures are missing, unknown or contradict
@@ -222,7 +223,7 @@ class DeviceSpec:
         """
         path = Path(path)
         if path.suffix.lower() in (".yaml", ".yml"):
-            # Device files may name a base in the catalogue, which is made of such descriptions.
+            # Device files may name a base in the catalogue, which imports this module.
             read: DeviceSpec = import_module(".catalogue", __package__).load_device_file(path)
             return read
         try:
@@ -237,15 +238,15 @@ class DeviceSpec:
 def _lookup(table: dict[str, float], dtype: str) -> float:
     if dtype in table:
         return table[dtype]
-    # Saved descriptions from before the rate of tf32, and devices without such a unit.
+    # Descriptions saved before tf32 had a rate, and devices without such a unit.
     if dtype == REDUCED and "f32" in table:
         return table["f32"]
     if not table:
         raise DeviceError("device lists no peak FLOP/s", hint="add peak_flops")
     # A narrower type is converted to a wider one that the device has, so it runs at that one's
-    # rate; only if none is wide enough, the widest stands in.
+    # rate; only if none is wide enough, the widest is used.
     bits = DTYPE_BITS.get(dtype, 32)
-    # A rate of reduced precision (tf32) is not an HLO type and stands in for none.
+    # tf32, a reduced precision, is not an HLO type and substitutes for none.
     known = [d for d in table if d in DTYPE_BITS] or list(table)
     wider = [d for d in known if DTYPE_BITS.get(d, 32) >= bits]
     pick = min(wider or known, key=lambda d: abs(DTYPE_BITS.get(d, 32) - bits))
@@ -256,7 +257,7 @@ def local_device_name() -> str:
     """Return the canonical name of JAX's default device.
 
     Returns:
-        For a CPU its model and the cores that this process may use, such as
+        For a CPU its model and the number of usable cores, such as
         ``cpu-intel-xeon-processor-2.50ghz-2c``; otherwise JAX's device kind, such as
         ``nvidia-h200`` or ``tpu-v5-lite``.
     """
@@ -265,8 +266,8 @@ def local_device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device_slug(device.device_kind)
-    # The number of cores belongs to the name: a container of two cores is another device than the
-    # whole machine.
+    # The number of cores is part of the name: a container with two cores is a different device from
+    # the whole machine.
     return f"cpu-{device_slug(_cpu_model())}-{usable_cores()}c"
 
 
@@ -288,18 +289,14 @@ def _cpu_model() -> str:
 
 def usable_cores() -> int:
     """Count the logical cores that this process may use."""
-    # Affinity shows what a container or batch system grants; cpu_count() shows the whole machine.
+    # Affinity reflects what a container or batch system grants, cpu_count() the whole machine.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-#: Characters of a name; files are called after devices, and file systems allow 255 bytes.
-MAX_NAME = 200
-
-
 def check_name(name: object) -> str:
-    """Check that a file can be called after a name, and that a terminal can print it.
+    """Check that a name is usable as a file name and printable on a terminal.
 
     Raises:
         ValueError: It is empty or too long, or has slashes or control characters.
@@ -330,7 +327,7 @@ def check_figures(spec: DeviceSpec) -> None:
         _number("bandwidth", level.bandwidth, above=True)
     for figure in fields(spec):
         if figure.type in ("float", "int"):
-            # The floor divides; of the others 0 means "not known" or "none".
+            # The floor is a divisor; for the others 0 means "unknown" or "none".
             _number(figure.name, getattr(spec, figure.name), above=figure.name == "floor")
 
 

@@ -1,7 +1,7 @@
-"""Decide whether two measured descriptions mean one device: by its ceilings, not by its name.
+"""Decide by ceilings, not names, whether two measured descriptions are of the same device.
 
-Virtual machines on different hosts share a name, and a busy host gives a guest more or less of
-itself from hour to hour. What was learned under a name holds only where the ceilings are alike.
+Virtual machines on different hosts share a name, and the share of a busy host that a guest gets
+varies from hour to hour. What was learned under a name holds only for similar ceilings.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from ...common.types import JsonObject
 from .device import DeviceSpec
 
 #: Factors by which two measurements of one device may differ: in the geometric mean over the
-#: classes, and in a single class. Of all pairs of readings of the three anchors in each run of
+#: classes, and in a single class. Over all pairs of readings of the three anchors in each run of
 #: ``datagen/datasets/cpu`` (one machine, 98 readings in 42 minutes and 26 in 9), the mean over the
-#: anchors differs by up to 1.37 and 1.50 in 95 %, a single anchor by up to 1.93 in 99 %. Probes
-#: repeated on a machine that is busy with other work reach the same: 1.5 and 2.1.
+#: anchors differs by up to 1.37 and 1.50 in 95 %, a single anchor by up to 1.93 in 99 %. Repeated
+#: probes on a machine busy with other work reach the same: 1.5 and 2.1.
 SAME_OVERALL, SAME_CLASS = 1.5, 2.0
-#: Keys of ``DeviceSpec.extra``: FLOP/s in f32 of one thread, bytes of the last cache, when a saved
-#: description was measured, and that a model's device was taken for this machine unmeasured.
+#: Keys of ``DeviceSpec.extra``: f32 FLOP/s of one thread, bytes of the last cache, time at which a
+#: saved description was measured, and that a model's device was matched to this machine by name
+#: only.
 SINGLE_THREAD, CACHE_BYTES = "single_thread_flops", "cache_bytes"
 MEASURED_AT, BY_NAME = "measured_at", "taken_by_name"
-#: Keys of ``DeviceSpec.extra``: microseconds of the anchors beside the probe, by name, and the
-#: present speed relative to then, by class (:func:`with_speed`).
+#: Keys of ``DeviceSpec.extra``: microseconds of the anchors measured with the probe, by name, and
+#: the present speed relative to then, by class (:func:`with_speed`).
 ANCHORS, SPEED = "anchors_us", "present_speed"
-#: Key of ``DeviceSpec.extra``: ceilings of the device's earlier measurements relative to those that
-#: it has, by class, the latest first, and the most that are kept (:func:`remeasured`).
+#: Key of ``DeviceSpec.extra``: ceilings of the device's earlier measurements relative to the
+#: current ones, by class, latest first, and the maximum number kept (:func:`remeasured`).
 FORMER, MOST_FORMER = "former_ceilings", 4
-#: Change of a ceiling that is told: what repeated measurements of an idle machine differ by.
+#: Smallest reported change of a ceiling: the difference between measurements of an idle machine.
 #: Engineering estimate.
-TOLD_CHANGE = 1.05
-#: Anchors of each class of work, by the names of ``datagen/profile/anchors.py``.
+REPORTED_CHANGE = 1.05
+#: Anchors of each class of work, by the names in ``datagen/profile/anchors.py``.
 CLASSES = {"arithmetic": ("gemm", "vector"), "single-thread": ("single",), "bandwidth": ("memory",)}
-#: Factor up to which the anchors of two times may show one speed: in 95 % of all pairs of times in
-#: ``datagen/datasets/cpu``, geometric means of six consecutive readings differ by up to 1.22 and
-#: 1.38 in a class (42 minutes, 9 minutes).
+#: Factor within which anchors at two times may reflect the same speed: in 95 % of all pairs of
+#: times in ``datagen/datasets/cpu``, geometric means of six consecutive readings differ by up to
+#: 1.22 and 1.38 in a class (42 minutes, 9 minutes).
 SAME_SPEED = 1.4
 #: ``DeviceSpec.source`` of a probe.
 MEASURED = "measured"
@@ -66,7 +67,7 @@ class Comparison:
     @property
     def same(self) -> bool:
         """Whether both may be one device, within the repeatability of measurements."""
-        # Two tests: one class may be far off by noise (a neighbour saturates memory), the mean over
+        # Two tests: one class may be far off by noise (a neighbour saturates memory); the mean over
         # all classes is steadier and gets the narrower limit.
         every = [*self.ratios.values(), self.cache]
         near = all(max(r, 1 / r) <= SAME_CLASS for r in every)
@@ -78,13 +79,13 @@ class Comparison:
 
         A device that runs at 0.5 x needs up to twice the time: ``(1, 2)``.
         """
-        # A kernel is limited by one class at a time: the extreme ratios bound its change.
+        # A kernel is limited by one class at a time, so the extreme ratios bound its change.
         speeds = [1.0, *self.ratios.values()]
         return 1 / max(speeds), 1 / min(speeds)
 
     @property
     def factor(self) -> float:
-        """Greatest factor between both in any class, at least 1."""
+        """Largest factor between the two in any class, at least 1."""
         low, high = self.reach
         return max(1 / low, high)
 
@@ -96,14 +97,14 @@ class Comparison:
 
 
 def compare_ceilings(now: DeviceSpec, then: DeviceSpec) -> Comparison:
-    """Compare two descriptions of a device by what both list.
+    """Compare two descriptions of a device by the figures that both contain.
 
-    Descriptions that are not measured have nothing to compare with a machine.
+    Descriptions that were not measured have nothing to compare.
     """
     if not (is_measured(now) and is_measured(then)):
         return Comparison()
     tables = ((now.peak_flops, then.peak_flops), (now.vector_flops, then.vector_flops))
-    # Probes of different versions measure different dtypes: only common ones are compared.
+    # Different versions of the probe measure different dtypes: only common ones are compared.
     rates = [new[d] / old[d] for new, old in tables for d in new if d in old]
     ratios = {"arithmetic": _mean(rates)} if rates else {}
     if single := _extra_ratio(now, then, SINGLE_THREAD):
@@ -113,11 +114,11 @@ def compare_ceilings(now: DeviceSpec, then: DeviceSpec) -> Comparison:
 
 
 def compare_anchors(now: Mapping[str, float], then: Mapping[str, float]) -> Comparison:
-    """Compare times of the anchors: how fast a machine runs relative to an earlier time.
+    """Compare anchor times: the speed of a machine relative to an earlier time.
 
     Args:
         now: Microseconds by anchor.
-        then: The same at the earlier time; anchors of one time alone do not count.
+        then: The same at the earlier time; anchors measured only once are ignored.
 
     Returns:
         ``then / now`` of the classes that differ by more than readings do; empty if none do.
@@ -127,25 +128,25 @@ def compare_anchors(now: Mapping[str, float], then: Mapping[str, float]) -> Comp
         both = [a for a in anchors if now.get(a, 0.0) > 0 and then.get(a, 0.0) > 0]
         if both:
             ratios[name] = _mean(then[a] / now[a] for a in both)
-    # A class within the spread of readings is taken to run as it did.
+    # A class within the spread of readings is assumed to be unchanged.
     return Comparison({n: r for n, r in ratios.items() if max(r, 1 / r) > SAME_SPEED})
 
 
 def with_speed(spec: DeviceSpec, speed: Comparison) -> DeviceSpec:
-    """Describe a device that now runs at another speed than when it was measured.
+    """Describe a device that now runs at a different speed than when it was measured.
 
-    Ceilings stay as measured, because models are calibrated to them; predictions scale
-    kernels by the class of their work (``models/adapt/device_correction.py``).
+    Ceilings stay as measured, because models are calibrated to them; predictions scale kernels by
+    their class of work (``models/adapt/device_correction.py``).
     """
     extra = {name: value for name, value in spec.extra.items() if name != SPEED}
     return replace(spec, extra=extra | ({SPEED: dict(speed.ratios)} if speed.ratios else {}))
 
 
 def remeasured(now: DeviceSpec, then: DeviceSpec) -> DeviceSpec:
-    """Describe a device that was measured again: intervals hold its earlier ceilings, too.
+    """Add the ceilings of an earlier measurement to a device, which widen intervals.
 
-    What differs from one measurement to the next is the noise of ceilings. Those of another machine
-    of the name, or of what the machine no longer is (:attr:`Comparison.same`), tell nothing.
+    Differences between measurements of one machine are the noise of its ceilings. Those of another
+    machine with the name, or of changed hardware (:attr:`Comparison.same`), carry no information.
     """
     change = compare_ceilings(then, now)
     if not change.ratios or not change.same:
@@ -159,16 +160,16 @@ def remeasured(now: DeviceSpec, then: DeviceSpec) -> DeviceSpec:
 
 
 def former_speeds(spec: DeviceSpec) -> tuple[Comparison, Comparison] | None:
-    """Slowest and fastest speed by class of a device's earlier ceilings, relative to its own.
+    """Return slowest and fastest speed by class of earlier ceilings, relative to current ones.
 
     Returns:
-        ``None`` if none is known, or all are as it has them.
+        ``None`` if there are none, or all agree with the current ones.
     """
     formers = _formers(spec)
     slow = {n: min(1.0, *(f.get(n, 1.0) for f in formers)) for f in formers for n in f}
     fast = {n: max(1.0, *(f.get(n, 1.0) for f in formers)) for f in formers for n in f}
-    ends = Comparison(slow), Comparison(fast)
-    return ends if max(own.factor for own in ends) > TOLD_CHANGE else None
+    bounds = Comparison(slow), Comparison(fast)
+    return bounds if max(own.factor for own in bounds) > REPORTED_CHANGE else None
 
 
 def _formers(spec: DeviceSpec) -> list[dict[str, float]]:
@@ -177,21 +178,17 @@ def _formers(spec: DeviceSpec) -> list[dict[str, float]]:
 
 
 def anchors_of(spec: DeviceSpec) -> dict[str, float]:
-    """Return the anchors measured beside a device's probe; empty if there are none."""
-    return _figures(spec, ANCHORS)
+    """Return the anchors measured with a device's probe; empty if there are none."""
+    return _positive(spec.extra.get(ANCHORS))
 
 
 def speed_of(spec: DeviceSpec) -> Comparison:
-    """Return the present speed that :func:`with_speed` stated; empty if none."""
-    return Comparison(_figures(spec, SPEED))
-
-
-def _figures(spec: DeviceSpec, key: str) -> dict[str, float]:
-    """Positive numbers under a key of ``extra``, which device files may fill with anything."""
-    return _positive(spec.extra.get(key))
+    """Return the present speed that :func:`with_speed` recorded; empty if none."""
+    return Comparison(_positive(spec.extra.get(SPEED)))
 
 
 def _positive(found: object) -> dict[str, float]:
+    """Return the positive numbers in a value of ``extra``, which files may fill with anything."""
     if not isinstance(found, dict):
         return {}
     return {
@@ -207,7 +204,7 @@ def is_measured(spec: DeviceSpec) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Strip what :func:`distinct` added to a device's name."""
+    """Strip the suffix that :func:`distinct` adds to a device's name."""
     return name.partition(_MARK)[0]
 
 
@@ -215,18 +212,18 @@ def distinct(spec: DeviceSpec) -> DeviceSpec:
     """Rename a device after its ceilings, such as ``cpu-amd-epyc-2c~59gf-16gbs``."""
     base = base_name(spec.name)
     rate = spec.matrix_peak("f32") / 1e9
-    # Three digits name the machine readably; equal names of unlike machines would need ceilings
-    # within half a per cent, which counts as the same device anyway.
+    # Three digits name the machine readably; different machines with equal names would need
+    # ceilings within half a per cent, which counts as the same device anyway.
     name = f"{base}{_MARK}{rate:.3g}gf-{spec.bandwidth / 1e9:.3g}gbs"
     return replace(spec, name=name, aliases=tuple(dict.fromkeys((*spec.aliases, base))))
 
 
 def identified(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
-    """Give a measured device the name of the known device that it is.
+    """Name a measured device after the known device that it matches.
 
     Returns:
-        The device under its own name if none of ``known`` is called so; under the name of the
-        first of those that have its ceilings; else under a :func:`distinct` name.
+        The device with its own name if no device in ``known`` shares it; with the name of the first
+        namesake that has its ceilings; else with a :func:`distinct` name.
     """
     others = namesakes(spec, known)
     if not others:
@@ -238,10 +235,7 @@ def identified(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
 
 
 def unlike(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> Comparison | None:
-    """Compare a device with the known devices of its name; ``None`` if it is one of them.
-
-    It is also ``None`` where no known device has the name.
-    """
+    """Compare a device with its known namesakes; ``None`` if it matches one or there are none."""
     if known.get(spec.name) is spec:
         return None
     compared = [compare_ceilings(spec, other) for other in namesakes(spec, known)]
@@ -258,16 +252,16 @@ def namesakes(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> list[DeviceS
 
 
 def distinct_runs(runs: Mapping[str, JsonObject]) -> dict[str, str]:
-    """Name the devices of measured runs, telling them apart by their ceilings.
+    """Name the devices of measured runs, distinguishing them by their ceilings.
 
-    The oldest run of a name keeps it. A later run with other ceilings gets the name of the first
+    The oldest run with a name keeps it. A later run with other ceilings gets the name of the first
     run that it agrees with, or a :func:`distinct` one.
 
     Args:
         runs: Run records by run id.
 
     Returns:
-        Names by run id; a run that was not measured has none.
+        Names by run id, without runs that were not measured.
     """
     # By date, then id: adding a newer run to a dataset never renames the devices of older ones.
     ordered = sorted(runs, key=lambda run_id: (str(runs[run_id].get("date", "")), run_id))

@@ -1,7 +1,7 @@
-"""Figures that a device file leaves out, and the rules that fill them.
+"""Rules that fill in figures omitted from a device file.
 
-Every rule is a rough engineering estimate with its reason. A filled figure is listed in
-``DeviceSpec.defaulted`` and its rule in ``DeviceSpec.provenance``: nothing is filled unseen.
+Each rule is a rough engineering estimate with its reason. A filled figure is listed in
+``DeviceSpec.defaulted`` and its rule in ``DeviceSpec.provenance``, so that no default is hidden.
 Keys and units are those of a device file (``features/devices/sheet.py``).
 """
 
@@ -20,20 +20,36 @@ from ..ir.program import DTYPE_BITS
 MATRIX_TYPES = ("f64", "f32", "tf32", "f16", "bf16", "f8e4m3fn", "f8e5m2", "f4e2m1fn", "s8", "s4")
 #: The same for the vector unit.
 VECTOR_TYPES = ("f64", "f32", "f16", "bf16", "s32")
-#: A network card beside each device fills four fifths of a PCIe slot: 100, 200 and 400 Gb/s for
-#: the 16, 32 and 64 GB/s of x16 slots of generation 3, 4 and 5.
+#: A network card per device uses four fifths of a PCIe slot: 100, 200 and 400 Gb/s for the 16, 32
+#: and 64 GB/s of x16 slots of generations 3, 4 and 5.
 _NETWORK_OVER_PCIE = 0.78
-#: A cache is built to be faster than the memory behind it.
+#: Lower bound on the ratio of cache to main-memory bandwidth.
 _L2_OVER_HBM = 1.5
-#: The same for devices without cores and clock: between P100 (2.2) and L40S (6).
+#: The same ratio for devices without cores and clock: between P100 (2.2) and L40S (6).
 _L2_OVER_HBM_BLIND = 4.0
-#: FLOP of a core in a clock: in f32, with the 128 lanes of NVIDIA's multiprocessors since Ampere
-#: and of AMD's CDNA 3; at most in bf16, on data-centre Blackwell; and a usual clock.
+#: FLOP per clock and core: in f32, with the 128 lanes of NVIDIA's multiprocessors since Ampere and
+#: of AMD's CDNA 3; at most in bf16, on data-centre Blackwell; and a typical clock.
 _LANES_FLOP, _MATRIX_FLOP, _USUAL_MHZ = 256.0, 8192.0, 1500.0
-#: Devices of a usual server: NVIDIA's HGX and AMD's OAM boards carry eight.
+#: Devices of a typical server: NVIDIA's HGX and AMD's OAM boards carry eight.
 _NODE = 8.0
-#: Power that memory, clocks and leakage take before arithmetic, in watts; engineering estimate.
+#: Power of memory, clocks and leakage in watts, before arithmetic; engineering estimate.
 IDLE_W = 20.0
+#: Figures of a processor's cores, and of its efficient cores if it has two kinds.
+LANES = ("lanes_per_core", "core_count", "boost_mhz")
+EFFICIENT = ("efficient_lanes_per_core", "efficient_cores", "efficient_mhz")
+#: Source of figures by compute capability.
+SOURCE = "CUDA C++ programming guide, technical specifications by compute capability, from memory"
+#: Prefix of the names of NVIDIA's architectures.
+NVIDIA = "sm_"
+#: Keys of a device file that only a compiler needs.
+COMPILER_KEYS = (
+    "threads_per_core",
+    "shared_kb_per_block_optin",
+    "shared_kb_per_block",
+    "threads_per_block",
+    "registers_per_core",
+    "registers_per_block",
+)
 
 
 @dataclass(frozen=True)
@@ -41,21 +57,21 @@ class Architecture:
     """Rules for one generation of devices.
 
     Attributes:
-        vendor: Its maker.
+        vendor: Vendor.
         l2_bytes_per_clock: Sustained bytes per core and clock between L2 and the cores.
-        half: Vector rate of f16 over f32.
-        brain: Vector rate of bf16 over f32.
-        integer: Vector rate of s32 over f32.
-        double: Vector rate of f64 over f32.
-        floor_us: Shortest kernel on the device's own clock.
-        gap_us: From the end of a kernel to the start of the next in one stream.
-        dispatch_us: From the call of an empty program until the host sees it done.
-        f32_joules: Energy of an FP32 operation; 0 if none was read off a chip of its process.
-        revises: Generation whose chips it is a revision of, with other rates of some units; empty
-            if it is a design of its own.
+        half: Ratio of the vector rates of f16 and f32.
+        brain: Ratio of the vector rates of bf16 and f32.
+        integer: Ratio of the vector rates of s32 and f32.
+        double: Ratio of the vector rates of f64 and f32.
+        floor_us: Shortest kernel by the device's own clock.
+        gap_us: Time from the end of a kernel to the start of the next in one stream.
+        dispatch_us: Time from the call of an empty program until the host sees it completed.
+        f32_joules: Energy of an FP32 operation; 0 if none was derived from a chip of its process.
+        revises: Generation that its chips revise, with other rates of some units; empty for a new
+            design.
     """
 
-    # The defaults are the usual case among the generations below; each row lists only what differs.
+    # Defaults are typical of the generations in the file; each row lists only deviations.
     l2_bytes_per_clock: float = 20.0
     half: float = 2.0
     brain: float = 1.0
@@ -74,17 +90,17 @@ GENERIC = Architecture()
 
 
 class Generations(NamedTuple):
-    """What ``generations/architectures.yaml`` holds.
+    """Contents of ``generations/architectures.yaml``.
 
     Attributes:
         architectures: Rules by generation.
-        nearest: NVIDIA's architecture that is nearest to one of AMD's, since XLA's compiler for AMD
-            does not run without the device.
-        references: Device of the catalogue that stands for GPUs of no known architecture, by maker.
-        capabilities: Figures of a core and of a block that only a compiler needs, by compute
+        nearest: Nearest NVIDIA architecture of each of AMD's, since XLA's compiler for AMD does not
+            run without the device.
+        references: Catalogue device that represents GPUs of unknown architecture, by vendor.
+        capabilities: Figures of a core and a block that only a compiler needs, by compute
             capability × 10, in the units of a device file.
         narrow: 8-bit floats that matrix units multiply, by compiler target.
-        told: Keys of a device file by the field in which XLA is told the figure of a GPU.
+        xla_fields: Keys of a device file by field of XLA's GPU description.
         tpus: Generations that libtpu compiles for: ``host``, ``cores`` and ``config``.
     """
 
@@ -93,13 +109,13 @@ class Generations(NamedTuple):
     references: dict[str, str]
     capabilities: dict[int, dict[str, float]]
     narrow: dict[str, list[str]]
-    told: dict[str, str]
+    xla_fields: dict[str, str]
     tpus: dict[str, JsonObject]
 
 
 @cache
 def generations() -> Generations:
-    """Read the file, when the first device is asked for."""
+    """Read the file, on first use."""
     read = own_data("features/devices/generations/architectures.yaml")
     shared, blocks = read["vendors"], read["blocks"]
     return Generations(
@@ -111,14 +127,14 @@ def generations() -> Generations:
         read["references"],
         {capability: {**own, **blocks} for capability, own in read["capabilities"].items()},
         read["narrow"],
-        read["told"],
+        read["xla_fields"],
         read["tpus"],
     )
 
 
 @cache
 def makers() -> frozenset[str]:
-    """Vendors whose generations are listed."""
+    """Return the vendors whose generations are listed."""
     return frozenset(own.vendor for own in generations().architectures.values())
 
 
@@ -129,25 +145,25 @@ _Rule = Callable[[Values, Architecture], tuple[float, str] | None]
 def rules_of(architecture: str, platform: str) -> Architecture:
     """Return the rules of an architecture, or of its platform if it is not listed."""
     known = generations().architectures
-    # TPUs have one row for all generations.
+    # One entry covers all generations of TPUs.
     return known.get(architecture) or known.get(platform, GENERIC)
 
 
 def named_architecture(text: str) -> str:
-    """Return an architecture as the rules call it: ``Hopper`` is ``hopper``."""
+    """Normalise an architecture's name as in the rules: ``Hopper`` becomes ``hopper``."""
     return text.lower() if text.lower() in generations().architectures else text
 
 
 def maker_of(vendor: str, architecture: str, platform: str) -> tuple[str, str]:
-    """Return whose kernels and libraries a device runs, and the rule if its file does not say.
+    """Return the vendor whose kernels and libraries a device runs, and the rule if not given.
 
     Args:
-        vendor: As the file names it, in any case; empty if it does not.
-        architecture: Likewise.
+        vendor: Vendor in the file, in any case; empty if absent.
+        architecture: Architecture, likewise.
         platform: ``cpu``, ``gpu`` or ``tpu``.
 
     Returns:
-        The vendor, and why in words where the file leaves it out. CPUs need none.
+        The vendor, and the reason if the file omits it. CPUs need none.
     """
     if vendor:
         return next((own for own in makers() if own.lower() == vendor.lower()), vendor), ""
@@ -162,15 +178,15 @@ def maker_of(vendor: str, architecture: str, platform: str) -> tuple[str, str]:
 
 
 def fill(given: Values, rules: Architecture) -> tuple[Values, dict[str, str]]:
-    """Fill what a device file leaves out.
+    """Fill in figures that a device file omits.
 
     Args:
         given: Figures by dotted key, in the file's units (``peak_tflops.bf16``, ``l2_mb`` …).
         rules: Rules of its architecture.
 
     Returns:
-        All figures, and for each filled key the rule in words. A figure that follows from
-        no other (such as the power) stays absent.
+        All figures, and the rule in words for each filled key. A figure that follows from no other
+        (such as the power) stays absent.
     """
     values, why = dict(given), dict[str, str]()
     for key, rule in _RULES.items():
@@ -183,7 +199,7 @@ def fill(given: Values, rules: Architecture) -> tuple[Values, dict[str, str]]:
 
 
 def _as(source: str, reason: str = "", factor: float = 1.0) -> _Rule:
-    """Make the rule that takes the figure of another key, if it is given."""
+    """Make the rule that copies the figure of another key, if given."""
 
     def rule(values: Values, _: Architecture) -> tuple[float, str] | None:
         if source not in values:
@@ -196,7 +212,7 @@ def _as(source: str, reason: str = "", factor: float = 1.0) -> _Rule:
 
 
 def _first(*rules: _Rule) -> _Rule:
-    """Make the rule that takes the first of several rules that finds a figure."""
+    """Make the rule that takes the first result of several rules."""
 
     def rule(values: Values, of: Architecture) -> tuple[float, str] | None:
         return next((filled for r in rules if (filled := r(values, of)) is not None), None)
@@ -220,17 +236,8 @@ def _constant(name: str, text: str) -> _Rule:
     return lambda _, of: (float(getattr(of, name)), text)
 
 
-def _fixed(value: float, text: str) -> _Rule:
-    return lambda _, __: (value, text)
-
-
-#: Figures of a processor's cores, and those of its efficient ones where it has two kinds.
-LANES = ("lanes_per_core", "core_count", "boost_mhz")
-EFFICIENT = ("efficient_lanes_per_core", "efficient_cores", "efficient_mhz")
-
-
 def lanes_tflops(values: Values) -> tuple[float, str] | None:
-    """Rate of the lanes of all cores in TFLOP/s, and the rule; ``None`` where one is not given."""
+    """Return the TFLOP/s of all cores' lanes, and the rule; ``None`` if a figure is absent."""
     if not all(key in values for key in LANES):
         return None
     lanes, cores, mhz = (values[key] for key in LANES)
@@ -242,10 +249,6 @@ def lanes_tflops(values: Values) -> tuple[float, str] | None:
     return total, "2 × lanes × cores × clock of both kinds of cores"
 
 
-def _lanes(values: Values, _: Architecture) -> tuple[float, str] | None:
-    return lanes_tflops(values)
-
-
 def _l2_bandwidth(values: Values, of: Architecture) -> tuple[float, str] | None:
     hbm = values.get("hbm_bandwidth_gbps")
     if "l2_mb" not in values or hbm is None:
@@ -253,8 +256,8 @@ def _l2_bandwidth(values: Values, of: Architecture) -> tuple[float, str] | None:
     if "core_count" not in values or "boost_mhz" not in values:
         return _L2_OVER_HBM_BLIND * hbm, f"{_L2_OVER_HBM_BLIND:g} × hbm_bandwidth_gbps"
     rate = of.l2_bytes_per_clock
-    # L2 runs at the cores' clock, so its bandwidth follows cores × clock rather than the memory
-    # behind it (H100 and H200 share one L2). MHz × bytes to GB/s.
+    # L2 runs at the cores' clock, so its bandwidth follows cores × clock rather than main memory
+    # (H100 and H200 share one L2). MHz × bytes to GB/s.
     by_clock = rate * values["core_count"] * values["boost_mhz"] * 1e-3
     if by_clock < _L2_OVER_HBM * hbm:
         return _L2_OVER_HBM * hbm, f"{_L2_OVER_HBM:g} × hbm_bandwidth_gbps, at least"
@@ -263,14 +266,14 @@ def _l2_bandwidth(values: Values, of: Architecture) -> tuple[float, str] | None:
 
 def _f8(values: Values, _: Architecture) -> tuple[float, str] | None:
     names = [k for k in ("peak_tflops.f16", "peak_tflops.bf16") if k in values]
-    # Without fp8 units operands are widened to the faster of the 16-bit types.
+    # Without fp8 units, operands are widened to the faster of the 16-bit types.
     best = max(names, key=lambda k: values[k], default=None)
     return None if best is None else (values[best], f"as {best}: no unit of its own, converted")
 
 
 def _cores(values: Values, of: Architecture) -> tuple[float, str]:
     mhz = values.get("boost_mhz", _USUAL_MHZ)
-    # A TPU has one or two cores a chip, whatever their rate.
+    # A TPU has one or two cores per chip, whatever their rate.
     if of.vendor == "Google":
         return 1.0, "not known"
     lanes = values.get("vector_tflops.f32", 0.0) / _LANES_FLOP
@@ -280,9 +283,9 @@ def _cores(values: Values, of: Architecture) -> tuple[float, str]:
     return count, "at 256 FLOP of f32 or 8192 of bf16 a clock, as multiprocessors have"
 
 
-#: In this order, since later rules build on earlier ones.
+#: In this order, because later rules build on earlier ones.
 _RULES: dict[str, _Rule] = {
-    "vector_tflops.f32": _first(_lanes, _as("peak_tflops.f32")),
+    "vector_tflops.f32": _first(lambda values, _: lanes_tflops(values), _as("peak_tflops.f32")),
     "peak_tflops.f32": _as("vector_tflops.f32", "no matrix unit for it"),
     "vector_tflops.f16": _ratio("half"),
     "vector_tflops.bf16": _ratio("brain"),
@@ -305,7 +308,7 @@ _RULES: dict[str, _Rule] = {
     "inter_node_gbps": _as(
         "pcie_gbps", "a network card for each device in a like slot", _NETWORK_OVER_PCIE
     ),
-    "devices_per_node": _fixed(_NODE, "usual for a server"),
+    "devices_per_node": lambda _, __: (_NODE, "usual for a server"),
     "core_count": _cores,
 }
 
@@ -313,8 +316,8 @@ _RULES: dict[str, _Rule] = {
 def matrix_rates(listed: Values) -> Values:
     """Extend the rates of :data:`MATRIX_TYPES` to all HLO types and ``tf32`` on the matrix unit.
 
-    Types of the same width and family run alike; integers beyond 8 bits go through the vector unit
-    (key ``s32``), 64-bit ones at a quarter of its rate; complex types count as their parts.
+    Types of the same width and family run at the same rate; integers beyond 8 bits use the vector
+    unit (key ``s32``), 64-bit ones at a quarter of its rate; complex types have their parts' rate.
     """
     rates = {name: listed[name] for name in MATRIX_TYPES}
     for name, bits in DTYPE_BITS.items():
@@ -324,7 +327,7 @@ def matrix_rates(listed: Values) -> Values:
 
 
 def vector_rates(listed: Values) -> Values:
-    """Do the same for the vector unit; narrow floats run as f16, narrow integers as s32."""
+    """Extend the vector unit's rates likewise; narrow floats run as f16, narrow integers as s32."""
     rates = {name: listed[name] for name in VECTOR_TYPES}
     for name, bits in DTYPE_BITS.items():
         if name in rates or not bits:
@@ -341,31 +344,16 @@ def _like(name: str, bits: int, listed: Values) -> float:
         return listed["f8e5m2" if name.startswith("f8e5m2") else "f8e4m3fn"]
     if name == "pred" or bits == 8:
         return listed["s8"]
-    # 1- and 2-bit integers run at the rate of s4, the narrowest that vendors list.
+    # 1- and 2-bit integers run at the rate of s4, the narrowest type that vendors list.
     return listed["s4"] if bits < 8 else _wide(name, bits, listed)
 
 
 def _wide(name: str, bits: int, listed: Values) -> float:
     if name[0] == "c":
-        # c64 is a pair of f32, c128 of f64; products count each real one that they are made of.
+        # c64 is a pair of f32, c128 of f64; products count the real ones that they consist of.
         return listed["f32" if bits == 64 else "f64"]
     # A 64-bit multiplication takes about four 32-bit ones. Engineering estimate.
     return listed["s32"] if bits <= 32 else listed["s32"] / 4
-
-
-#: Where figures by compute capability come from.
-SOURCE = "CUDA C++ programming guide, technical specifications by compute capability, from memory"
-#: How NVIDIA's architectures are named.
-NVIDIA = "sm_"
-#: Keys of a device file that only a compiler needs.
-COMPILER_KEYS = (
-    "threads_per_core",
-    "shared_kb_per_block_optin",
-    "shared_kb_per_block",
-    "threads_per_block",
-    "registers_per_core",
-    "registers_per_block",
-)
 
 
 def capability_of(architecture: str) -> int | None:
@@ -375,7 +363,7 @@ def capability_of(architecture: str) -> int | None:
 
 
 def narrow_floats_of(target: str) -> frozenset[str] | None:
-    """Return the 8-bit floats that a compiler target multiplies as they are; ``None`` if unknown.
+    """Return the 8-bit floats that a compiler target multiplies directly; ``None`` if unknown.
 
     Args:
         target: ``sm_90``, ``gfx942`` …

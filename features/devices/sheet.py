@@ -1,8 +1,8 @@
-"""Device files: YAML with the unit in every key and a source for every figure; see docs/devices.md.
+"""Device files: YAML with a unit in every key and a source for every figure; see docs/devices.md.
 
-A file is read into a :class:`Sheet`, still in the file's units; ``spec_of_sheet.py`` makes the
-:class:`DeviceSpec` of it. Rates are decimal (``gbps`` is 1e9 bytes/s, ``tflops`` 1e12 FLOP/s),
-capacities are binary as vendors print them (1 MB is 2^20 bytes, 1 GB is 2^30).
+A file is read into a :class:`Sheet` in the file's units; ``spec_of_sheet.py`` converts it to a
+:class:`DeviceSpec`. Rates are decimal (``gbps`` is 1e9 bytes/s, ``tflops`` 1e12 FLOP/s), capacities
+are binary as vendors print them (1 MB is 2^20 bytes, 1 GB is 2^30).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ...common.files import check_yaml, yaml_loader
 from ...common.types import JsonObject
 from .rules import IDLE_W, MATRIX_TYPES, VECTOR_TYPES
 
-#: Units by the word of a key that names them, in SI. Rates are decimal and capacities binary, as
-#: vendors print both: an "80 GB" H100 has 80 · 2^30 bytes, and 3.35 TB/s are 3.35e12 bytes/s.
+#: SI units by the part of a key that names them. Rates are decimal and capacities binary, as in
+#: data sheets: an "80 GB" H100 has 80 · 2^30 bytes, and 3.35 TB/s are 3.35e12 bytes/s.
 _UNITS = {
     "mhz": 1e6, "gbps": 1e9, "kb": 2.0**10, "mb": 2.0**20, "gb": 2.0**30, "us": 1e-6, "w": 1.0
 }  # fmt: skip
-#: Most of a figure by the word of its key, ten times what a wafer has or more (Cerebras WSE-3,
-#: data sheet 2024: 9e5 cores, 21 PB/s, 125 PFLOP/s, 23 kW): above it, a unit was mistaken.
+#: Upper limits by the unit in the key, at least ten times those of a whole wafer (Cerebras WSE-3,
+#: data sheet 2024: 9e5 cores, 21 PB/s, 125 PFLOP/s, 23 kW): above them, a unit was mistaken.
 _MOST = {
     "mhz": 1e5, "gbps": 1e9, "kb": 1e9, "mb": 1e9, "gb": 1e7, "us": 1e6, "w": 1e6, "tflops": 1e8
 }  # fmt: skip
 _MOST_COUNT = 1e8
-#: Least clock of a device: below it, it was given in GHz. Other figures have no least that no
-#: device has; those of a design are compared with its base's.
+#: Lowest clock: below it, GHz was given. Other figures have no lower limit that no device reaches;
+#: those of a design are compared with its base's.
 _LEAST_MHZ = 10.0
-#: By how much a rate of a design may be below its base's. Units are a thousandfold apart (TB/s for
-#: GB/s), and no design is that slow; one that is not bound by a rate may be as fast as anyone asks.
+#: Largest factor by which a rate of a design may be below its base's. Units differ by a thousand
+#: (TB/s for GB/s), and no design is that slow; there is no upper limit, for idealised designs.
 _SLIP = 300.0
 _FIGURES = """
     core_count cores_per_die lanes_per_core boost_mhz shared_kb_per_core l2_mb l2_bandwidth_gbps
@@ -45,12 +45,12 @@ _FIGURES = """
     registers_per_block array_rows array_columns arrays_per_core efficient_cores
     efficient_lanes_per_core efficient_mhz
 """
-#: Figures that count things: those without a unit.
+#: Figures that are counts: those without a unit.
 _WHOLE = {key for key in _FIGURES.split() if not _UNITS.keys() & key.split("_")}
 
 
 def _by_unit(key: str, values: dict[str, float], count: float) -> float:
-    """The value of the unit that a key names; that of a count where it names none."""
+    """Return the value of the unit in a key, or ``count`` if it has none."""
     return next((values[word] for word in key.split("_") if word in values), count)
 
 
@@ -58,37 +58,40 @@ def _by_unit(key: str, values: dict[str, float], count: float) -> float:
 NUMBERS: dict[str, float] = {key: _by_unit(key, _UNITS, 1.0) for key in _FIGURES.split()}
 #: Figures by dtype: the types that may be listed.
 RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops": VECTOR_TYPES}
-#: Rates of a design that are compared with its base's. Links are not: a design may have none.
+#: Rates of a design that are compared with its base's, excluding links, which it may not have.
 _COMPARED = {*RATES, "hbm_bandwidth_gbps", "l2_bandwidth_gbps", "power_w"}
+#: Keys to whose product the rate of all cores is proportional.
+_SCALE = ("core_count", "boost_mhz")
 #: FLOP/s in one unit of a rate.
 TERA = 1e12
 TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target", "notes")
 PLATFORMS = ("cpu", "gpu", "tpu")
 #: May be zero: a device need not lose time between kernels.
 _MAY_BE_ZERO = {"launch_gap_us", "dispatch_us"}
-#: What a file may declare of a design by a linear model of its figures, and the constant term.
+#: Quantities that a file may define by a linear model of its figures, and the constant term.
 MODELLED = ("area_mm2", "price")
 FIXED = "fixed"
 _KEYS = (*TEXTS, "aliases", *NUMBERS, *RATES, "models", "sources")
 
-#: Most designs of a file: a slip in ``steps`` must not fill the memory (engineering choice).
+#: Most designs per file: a slip in ``steps`` must not exhaust memory (engineering choice).
 MOST_DESIGNS = 10_000
 
 _Lines = dict[tuple[str, ...], int]
+_Wrong = Callable[..., DeviceError]
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A device file as it was written.
+    """A device file as written.
 
     Attributes:
         where: Path of the file.
         texts: Its texts by key: ``name``, ``platform``, ``base`` …
         aliases: Other names of the device.
         values: Figures in the file's units, rates by dotted key (``peak_tflops.bf16``).
-        sources: Where each figure comes from, by the keys of ``values``.
+        sources: Source of each figure, by the keys of ``values``.
         unsourced: Figures for which the file names no source.
-        models: Coefficients by figure, of each of :data:`MODELLED` that the file declares.
+        models: Coefficients by figure for each of :data:`MODELLED` in the file.
     """
 
     where: str
@@ -110,18 +113,18 @@ def read_sheet(path: Path) -> Sheet:
 
     Raises:
         DeviceError: There is no such file, it is not YAML, a key is unknown or repeated, a value
-            has the wrong type, or a source names a key that has no figure.
+            has the wrong type, or a source refers to a key without a figure.
     """
     data, lines = _load(path)
     return _sheet(data, lines, path)
 
 
 def sheet_of(data: Mapping[str, object], path: Path) -> Sheet:
-    """Make the sheet of a device file's content.
+    """Make a sheet from the content of a device file.
 
     Args:
-        data: What the file would hold.
-        path: Its path, which messages name.
+        data: Content of the file.
+        path: Its path, for messages.
 
     Raises:
         DeviceError: As :func:`read_sheet`.
@@ -130,13 +133,13 @@ def sheet_of(data: Mapping[str, object], path: Path) -> Sheet:
 
 
 def read_designs(path: Path) -> list[tuple[dict[str, float], Sheet]]:
-    """Read a device file in which figures may be ranges: one sheet for each combination.
+    """Read a device file in which figures may be ranges: one sheet per combination.
 
     A range is a list of numbers, or ``{from: 2000, to: 5000, steps: 4}`` with both ends included
-    and equal steps; with ``scale: log`` equal ratios. Figures that count things are rounded.
+    and equal steps; with ``scale: log`` equal ratios. Counts are rounded.
 
     Returns:
-        Values of the ranges by key (dotted for rates) and the sheet; a file without ranges has one.
+        Values of the ranges by key (dotted for rates) and the sheet; just one without ranges.
 
     Raises:
         DeviceError: As :func:`read_sheet`, or a range is malformed.
@@ -209,11 +212,11 @@ def _sheet(data: dict[str, object], lines: _Lines, path: Path) -> Sheet:
         line = next((lines[k] for k in (keys, keys[:1]) if k in lines), None)
         return DeviceError(what, where=f"{path}:{line}" if line else str(path), hint=hint)
 
-    # Unknown keys are refused, not ignored: a misspelt figure would silently become a default.
+    # Unknown keys are rejected: a misspelt figure would silently become a default.
     for key in data:
         if key not in _KEYS:
             raise wrong(f"unknown key {key!r}", str(key), hint=meant(str(key), _KEYS))
-    # In the order of TEXTS, whatever the file's: errors come in a fixed order.
+    # In the order of TEXTS, so that errors come in a fixed order.
     texts = {key: _text(data[key], key, wrong) for key in TEXTS if key in data}
     if "name" not in texts:
         raise wrong("key 'name' is missing")
@@ -231,7 +234,7 @@ def _sheet(data: dict[str, object], lines: _Lines, path: Path) -> Sheet:
 
 
 def _models(value: object, wrong: _Wrong) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the linear models that a file declares, each of which may use those before it."""
+    """Yield the linear models in a file, each of which may use those before it."""
     if not isinstance(value, dict):
         raise wrong("'models' must map area_mm2 or price to coefficients", "models")
     terms = [FIXED, *NUMBERS, *(f"{table}.{d}" for table, dtypes in RATES.items() for d in dtypes)]
@@ -251,24 +254,19 @@ def _models(value: object, wrong: _Wrong) -> Iterator[tuple[str, dict[str, float
             raise wrong(f"unknown model {name!r}", "models", hint=meant(str(name), MODELLED))
 
 
-#: Keys whose product the rate of all cores is proportional to.
-_SCALE = ("core_count", "boost_mhz")
-
-
 def overlay(base: Sheet, own: Sheet) -> Sheet:
     """Complete a sheet from its base; aliases are not inherited.
 
-    If it changes cores, clock or lanes, rates that it does not list are ``base``'s, scaled
-    alike: FLOP/s of the matrix unit by cores × clock, of the vector unit by lanes × cores × clock.
-    If it gives no power, the base's power grows with the rate of f32: the limit of the base itself
-    would be another chip's.
+    If it changes cores, clock or lanes, rates that it does not list are the base's, scaled
+    accordingly: matrix FLOP/s by cores × clock, vector FLOP/s by lanes × cores × clock. If it gives
+    no power, the base's power scales with the f32 rate, since the base's own limit would not apply.
 
     Raises:
-        DeviceError: A rate is so far below the base's that it must be of another unit.
+        DeviceError: A rate is so far below the base's that its unit must be wrong.
     """
     for key, value in own.values.items():
         known = base.values.get(key, 0.0)
-        # Of f64 chips for inference have next to nothing.
+        # Inference chips have almost no f64 rate.
         compared = key.partition(".")[0] in _COMPARED and not key.endswith(".f64")
         if compared and value * _SLIP < known:
             what = (
@@ -288,7 +286,7 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
     values |= own.values
     sources |= own.sources
     # A bigger chip with its base's power limit would be power-bound at once (`power_rate` in
-    # operators/columns.py); idle power does not scale with the arithmetic.
+    # operators/machine.py); idle power does not scale with the arithmetic.
     if "power_w" in values and "power_w" not in own.values:
         factor = _f32_rate(values) / _f32_rate(base.values)
         busy = values["power_w"] - IDLE_W
@@ -301,16 +299,13 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
 
 
 def _f32_rate(values: dict[str, float]) -> float:
-    """Return the FP32 rate by the first figure that gives it, for ratios only: units differ."""
+    """Return the FP32 rate by the first available figure; units differ, so for ratios only."""
     lanes = math.prod(values.get(key, 1.0) for key in (*_SCALE, "lanes_per_core"))
     return values.get("peak_tflops.f32", values.get("vector_tflops.f32", lanes))
 
 
-_Wrong = Callable[..., DeviceError]
-
-
 def _load(path: Path) -> tuple[dict[str, object], _Lines]:
-    """Load a YAML file's data, and the line of every key."""
+    """Load a YAML file's data and the line of every key."""
     import yaml
 
     try:
@@ -334,11 +329,10 @@ def _load(path: Path) -> tuple[dict[str, object], _Lines]:
 def _key_lines(
     node: Any, path: Path, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the keys of a YAML tree with their line numbers; a repeated key is refused."""
-    # PyYAML keeps the last of repeated keys without a word; the node tree still has both, with
-    # lines.
+    """Yield the keys of a YAML tree with their line numbers, rejecting repeated keys."""
+    # PyYAML silently keeps the last of repeated keys; the node tree has both, with lines.
     if getattr(node, "id", "") != "mapping" or len(above) > 1:
-        return  # no key lies deeper than two
+        return  # keys are nested at most two levels deep
     seen: set[str] = set()
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
@@ -370,7 +364,7 @@ def _number(value: object, keys: tuple[str, ...], wrong: _Wrong) -> float:
             hint="opcast predict and export table take such a file; or give one number",
         )
     if isinstance(value, str):
-        # YAML 1.1 reads 5e3, which has neither point nor sign, as a text.
+        # YAML 1.1 reads 5e3, which has neither point nor sign, as a string.
         with contextlib.suppress(ValueError):
             value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -398,11 +392,11 @@ def _rates(value: object, table: str, wrong: _Wrong) -> Iterator[tuple[str, floa
 
 
 def _sources(value: object, values: dict[str, float], wrong: _Wrong) -> dict[str, str]:
-    """Return the source of each figure; a dotted key wins over its whole table."""
+    """Return the source of each figure; a dotted key overrides its whole table."""
     if not isinstance(value, dict):
         raise wrong("'sources' must map a source to the keys that it gives", "sources")
     tables: dict[str, str] = {}
-    # One source may give a whole table (`peak_tflops`), another one a single entry.
+    # One source may give a whole table (`peak_tflops`), another a single entry.
     own: dict[str, str] = {}
     for source, keys in value.items():
         for key in _texts(keys, "sources", wrong):

@@ -1,4 +1,4 @@
-"""A device file's figures as a description: what is missing filled in, all in SI units."""
+"""Convert a device file to a description, with defaults filled in and all figures in SI units."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .rules import (
 from .rules import SOURCE as CAPABILITY_SOURCE
 from .sheet import FIXED, NUMBERS, RATES, TERA, Sheet
 
-#: The vector rate may differ from 2 × lanes × cores × clock by this share: vendors round, and quote
-#: one of several boost clocks. Engineering estimate.
+#: Relative tolerance between the vector rate and 2 × lanes × cores × clock: vendors round, and
+#: quote one of several boost clocks. Engineering estimate.
 _RATE_TOLERANCE = 0.1
-#: Figures without which no roofline can be made.
+#: Figures required for a roofline.
 _REQUIRED = ("hbm_bandwidth_gbps", "memory_gb")
 #: Figures that few devices have, by key of the file, and their keys in ``DeviceSpec.extra``.
 _EXTRA = {
@@ -43,7 +43,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     """Make a description: fill in defaults, check for contradictions, convert to SI.
 
     Raises:
-        DeviceError: Platform, memory or every rate is missing, or the vector rate differs from the
+        DeviceError: Platform, memory or every rate is missing, or the vector rate contradicts the
             lanes' rate.
     """
     _require(sheet)
@@ -52,7 +52,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     architecture = named_architecture(texts.get("architecture", ""))
     vendor, rule = maker_of(texts.get("vendor", ""), architecture, platform)
     values, why = fill(sheet.values, rules_of(architecture, platform))
-    # After filling: a contradiction between two given figures must not depend on which one is
+    # After filling: a contradiction between two given figures must not depend on which one is a
     # default.
     _check_lanes(values, sheet)
     _check_dies(values, sheet)
@@ -64,7 +64,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     provenance = {**sheet.sources, **{key: f"default: {text}" for key, text in why.items()}}
     if platform == "cpu" and {"l2_mb", "shared_kb_per_core"} <= set(provenance):
         provenance["l2_mb"] += "; with the cores' own"
-    # Units are converted once, here: everything behind a DeviceSpec is SI.
+    # Units are converted once, here: a DeviceSpec is all SI.
     matrix, vector = ({d: r * TERA for d, r in rates.items()} for rates in _rates(values))
     extra = {"notes": texts["notes"]} if "notes" in texts else {}
     named = {key: si[own] for own, key in _EXTRA.items() if own in si}
@@ -102,7 +102,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
 
 
 def _modelled(sheet: Sheet, values: Values) -> Values:
-    """Evaluate the linear models that a file declares, in order, on its figures."""
+    """Evaluate the file's linear models on its figures, in order."""
     found: Values = {}
     for name, model in sheet.models.items():
         terms = {FIXED: 1.0, **values, **found}
@@ -114,7 +114,7 @@ def _modelled(sheet: Sheet, values: Values) -> Values:
 
 
 def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
-    """Fill in a core's resources from the compute capability that its compiler follows."""
+    """Fill in a core's resources from the compute capability that its compiler targets."""
     rules = generations().nearest.get(target, target)
     table = generations().capabilities.get(capability_of(rules) or 0, {})
     for key, value in table.items():
@@ -123,7 +123,7 @@ def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
 
 
 def _compiler(target: str, si: Values) -> dict[str, float | str]:
-    """Return what only a compiler needs; empty if the file names no target."""
+    """Return figures that only a compiler needs; empty if the file names no target."""
     if not target:
         return {}
     return {"target": target, **{key: si[key] for key in COMPILER_KEYS if key in si}}
@@ -140,11 +140,11 @@ def _rates(values: Values) -> tuple[Values, Values]:
 
 def _levels(si: Values, platform: str) -> tuple[MemoryLevel, ...]:
     main = MemoryLevel(si["memory_gb"], si["hbm_bandwidth_gbps"])
-    # Without a cache the working set always goes to main memory. TPUs come this way: their VMEM is
-    # filled by the compiler and is no cache.
+    # Without a cache the working set always goes to main memory. This includes TPUs, whose VMEM is
+    # filled by the compiler and is not a cache.
     if "l2_mb" not in si:
         return (main,)
-    # A CPU's last cache takes what its cores' own evict: it holds other lines than they do.
+    # A CPU's last cache holds what the cores' caches evict, so its lines differ from theirs.
     own = si["core_count"] * si.get("shared_kb_per_core", 0.0) if platform == "cpu" else 0.0
     return (MemoryLevel(si["l2_mb"] + own, si["l2_bandwidth_gbps"]), main)
 
@@ -179,7 +179,7 @@ def _check_lanes(values: Values, sheet: Sheet) -> None:
 
 
 def _check_efficient(values: Values, sheet: Sheet) -> None:
-    """Refuse efficient cores of which a figure is missing, or that are more than all cores."""
+    """Reject efficient cores with missing figures, or more of them than there are cores."""
     given = [key for key in EFFICIENT if key in values]
     missing = [key for key in (*EFFICIENT, *LANES) if key not in values]
     if given and missing:

@@ -14,8 +14,6 @@ from .columns import CODE, type_facts
 
 Row = dict[str, float]
 Dims = Sequence[int]
-#: Attributes of a dot: contracted and batched dimensions of both sides.
-_DOT_DIMS = ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims", "rhs_batch_dims")
 
 
 def dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
@@ -25,8 +23,8 @@ def dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     lhs, rhs = ops[op.operands[0]], ops[op.operands[1]]
     if not (lhs.results and rhs.results and op.results):
         return 0.0
-    dims = [op.attrs.get(name, ()) for name in _DOT_DIMS]
-    gemm(row, lhs.type, rhs.type, op.type, *dims, way=arithmetic(lhs.type.dtype, op.attrs))
+    way = arithmetic(lhs.type.dtype, op.attrs)
+    gemm(row, lhs.type, rhs.type, op.type, *_dot_dims(op), way=way)
     return 0.0
 
 
@@ -35,7 +33,7 @@ def ragged_dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     if len(op.operands) < 2:
         return 0.0
     lhs, rhs = (ops[i].type for i in op.operands[:2])
-    lhs_k, rhs_k, lhs_batch, rhs_batch = (op.attrs.get(name, ()) for name in _DOT_DIMS)
+    lhs_k, rhs_k, lhs_batch, rhs_batch = _dot_dims(op)
     groups = sorted(op.attrs.get("rhs_group_dims", ()))
     own = TensorType(rhs.dtype, tuple(n for d, n in enumerate(rhs.shape) if d not in groups))
 
@@ -175,6 +173,13 @@ def _convolution(
     row["conv_kernel_o_minor"] = type_facts(kernel).minor == at.rhs_output
     row["conv_output_f_minor"] = type_facts(out).minor == at.out_feature
     _window_flags(row, window)
+
+
+def _dot_dims(op: Op) -> tuple[Dims, Dims, Dims, Dims]:
+    """Return contracted and batched dimensions of both sides of a dot."""
+    keys = ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims", "rhs_batch_dims")
+    a, b, c, d = (op.attrs.get(key, ()) for key in keys)
+    return a, b, c, d
 
 
 def _is_batch(w: WindowDim) -> bool:

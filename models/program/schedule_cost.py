@@ -15,7 +15,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
 from ...features.operators.physics import resident_share
 from ...features.table.columns import CODE, INDEX
-from ...features.table.roofline import main_bytes, peaks, unit_seconds
+from ...features.table.roofline import compute_seconds, main_bytes, peaks
 from ...features.table.row import rows
 from ...simulate.program.list_schedule import critical_path, list_schedule
 
@@ -182,7 +182,7 @@ def least_wall(lowered: LoweredProgram, device: DeviceSpec) -> float:
     row = rows(kernels)
     times = np.array([k.multiplicity for k in kernels], np.float64)
     matrix, vector = peaks(row, device)
-    products, other = unit_seconds(row, device, transcendental=0.0)
+    products, other = compute_seconds(row, device, transcendental=0.0)
     # Small products may have become sums, which take at least the time on the faster unit.
     products = products / saved(row) + other * vector / np.maximum(matrix, vector)
     cache = max(level.bandwidth for level in device.levels)

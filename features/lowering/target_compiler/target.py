@@ -202,8 +202,8 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
         "shared_kb_per_core": spec.shared_bytes_per_core,
         **shared,
     }
-    told = generations().told
-    missing = [key for key in told.values() if not known.get(key)]
+    xla_fields = generations().xla_fields
+    missing = [key for key in xla_fields.values() if not known.get(key)]
     if missing:
         raise DeviceError(
             f"the compiler needs {', '.join(missing)}: without them it would make other kernels",
@@ -220,7 +220,7 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
     return {
         # The text format takes integers; the clock is the only fraction.
         field: round(known[key], 6) if field == "clock_rate_ghz" else round(known[key])
-        for field, key in told.items()
+        for field, key in xla_fields.items()
     }
 
 
