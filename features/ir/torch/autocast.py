@@ -1,7 +1,7 @@
-"""Mixed precision as CUDA's autocast has it, on machines without CUDA.
+"""CUDA's autocast semantics on machines without CUDA.
 
-``torch.autocast("cuda")`` turns itself off where there is no CUDA, and the CPU's casts the same
-products but leaves softmax, norms and their like in 16 bits, which CUDA's runs in f32.
+``torch.autocast("cuda")`` disables itself without CUDA, and the CPU's autocast casts the same
+products but leaves softmax, norms and similar in 16 bits, which CUDA's runs in f32.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _Function: TypeAlias = Callable[..., object]
 _Args: TypeAlias = tuple[object, ...]
-#: What CUDA's autocast runs in f32 (the f32 lists of ATen/autocast_mode.h): functions and methods
-#: of tensors by name.
+#: Functions and tensor methods that CUDA's autocast runs in f32 (the f32 lists of
+#: ATen/autocast_mode.h), by name.
 _F32 = frozenset(
     (
         *("exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp", "pow", "reciprocal"),
@@ -31,10 +31,10 @@ _F32 = frozenset(
 
 
 def autocast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """A module whose forward pass enters ``torch.autocast("cuda", dtype)``, for an export.
+    """Wrap a module so that its forward pass runs under ``torch.autocast("cuda", dtype)``.
 
     Args:
-        module: With weights of f32.
+        module: The module, with f32 weights.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
     """
     import torch
@@ -51,13 +51,13 @@ def autocast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mod
     return Autocast()
 
 
-#: Devices whose autocast is taken to be CUDA's: models ask their tensors, which lie on ``meta``.
+#: Devices whose autocast is treated as CUDA's: models query it for their tensors, on ``meta``.
 _WIDE = ("cuda", "meta")
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Let ``torch.autocast("cuda")`` cast as it does on a GPU, where there may be none."""
+    """Make ``torch.autocast("cuda")`` cast as on a GPU, even without one."""
     import torch
 
     own = torch.autocast
@@ -109,13 +109,13 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _widening() -> AbstractContextManager[object]:
-    """A mode in which :data:`_F32` take operands of 16 bits in f32 where autocast is on."""
+    """Return a mode in which functions in :data:`_F32` widen 16-bit operands under autocast."""
     import torch
 
     def widened(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        # Nothing has been cast on meta yet, where an export records what a run casts later.
+        # On meta nothing has been cast yet: an export records what a run casts later.
         late = value.is_meta and value.dtype == torch.float32
         narrow = value.dtype in (torch.float16, torch.bfloat16)
         return value.float() if narrow or late else value
@@ -132,10 +132,10 @@ def _widening() -> AbstractContextManager[object]:
 def function_mode(
     stand: Callable[[_Function, _Args, dict[str, object]], object],
 ) -> AbstractContextManager[object]:
-    """A mode in which a function is called in the place of every function of PyTorch.
+    """Return a mode in which ``stand`` is called instead of every function of PyTorch.
 
     Args:
-        stand: Takes the function, and its arguments by position and by name.
+        stand: Receives the function, its positional arguments and its keyword arguments.
     """
     from torch.overrides import TorchFunctionMode
 

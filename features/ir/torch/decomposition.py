@@ -1,4 +1,4 @@
-"""Exports in core ATen: what PyTorch's rules make of a graph, on the CPU wherever it is from."""
+"""Decompose exports to core ATen by PyTorch's rules, on the CPU whatever device they are from."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-#: Operators that decompose into simpler ones, but are priced, or fused by XLA, better as they are.
+#: Operators that decompose into simpler ones but are priced, or fused by XLA, better undecomposed.
 _KEPT = (
     "aten.scaled_dot_product_attention.default",
     "aten.linear.default",
     "aten.matmul.default",
     "aten.einsum.default",
     "aten.rms_norm.default",
-    # Its rule gathers by an index that is counted; XLA joins two slices.
+    # Its rule gathers by an index whose traffic counts; XLA joins two slices.
     "aten.roll.default",
-    # For channels-last images its rule asks for strides, which JAX does not have.
+    # For channels-last images its rule needs strides, which JAX does not have.
     "aten.adaptive_avg_pool2d.default",
 )
-#: Most times that an operator is decomposed by rules beyond core ATen's; a guard.
+#: Maximum rounds of decomposition by rules beyond core ATen's; a guard.
 _ROUNDS = 4
-#: Operators that wrap a graph, which their own arguments follow; and the wrapped graph's place.
+#: Operators that wrap a graph, followed by the graph's arguments; index of the graph argument.
 WRAPPERS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 def decomposed(exported: Exported, known: Callable[[str], bool]) -> torch.export.ExportedProgram:
-    """The export in core ATen, functional, but for what :data:`_KEPT` names.
+    """Decompose an export to functional core ATen, except for :data:`_KEPT`.
 
     Args:
         exported: The export.
-        known: Whether an operator of a name has a translation; others are decomposed further where
-            PyTorch has a rule.
+        known: Whether a named operator has a translation; others are decomposed further if PyTorch
+            has a rule.
 
     Raises:
         ProgramError: PyTorch cannot decompose it.
@@ -52,14 +52,14 @@ def decomposed(exported: Exported, known: Callable[[str], bool]) -> torch.export
     program = exported.program
     try:
         with warnings.catch_warnings():
-            # PyTorch's about itself.
+            # PyTorch's warnings about itself.
             warnings.simplefilter("ignore")
             with _prepared(program):
                 found = program.run_decompositions(table)
             found.state_dict.update(program.state_dict)
             found.constants.update(program.constants)
-            # Rules of operators that core ATen keeps whole, such as ``grid_sampler_2d``; what they
-            # are made of may have rules again.
+            # Rules for operators that core ATen keeps whole, such as ``grid_sampler_2d``; their
+            # results may have rules again.
             for _ in range(_ROUNDS):
                 rules = torch._decomp.decomposition_table
                 targets = {n.target for g in _graphs(found.graph_module) for n in g.nodes}
@@ -77,12 +77,12 @@ def decomposed(exported: Exported, known: Callable[[str], bool]) -> torch.export
 
 
 def _has_rule(target: object, rules: Mapping[object, object]) -> bool:
-    """Whether PyTorch has a rule by operators of ATen; its references use other primitives."""
+    """Return whether PyTorch has a rule in ATen operators; its references use other primitives."""
     return getattr(rules.get(target), "__module__", "").startswith("torch._decomp")
 
 
 def _lies_at(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Which elements of which storage a tensor is; one that holds others is itself."""
+    """Return a key of a tensor's storage, elements and type; a wrapper subclass is its own key."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     if is_traceable_wrapper_subclass(tensor):
@@ -93,28 +93,28 @@ def _lies_at(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 class Fakes:
-    """Tensors of the CPU without memory, one for each real one, so that ties stay.
+    """CPU tensors without memory (fake tensors), one for each real one, so that ties are kept.
 
     Attributes:
-        mode: What they belong to.
-        made: Of real tensors, by where they lie: a file brings a tied weight as several tensors.
+        mode: The fake-tensor mode that they belong to.
+        made: Fake tensors by the real one's storage, since a file may load a tied weight twice.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self.made: dict[tuple[object, ...], torch.Tensor] = {}
-        # Held, since what lies where is not told apart by what is gone.
+        # Kept alive, because addresses of freed tensors would be reused.
         self._real: list[torch.Tensor] = []
 
     @classmethod
     def of_a_run(cls) -> Fakes:
-        """Those of a run, which may also make tensors of its own."""
+        """Create those of a run, which may also create its own tensors."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         return cls(FakeTensorMode(allow_non_fake_inputs=True))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The one that stands for a tensor."""
+        """Return the fake tensor of a real one."""
         import torch
 
         key = _lies_at(tensor)
@@ -127,9 +127,9 @@ class Fakes:
         return self.made[key]
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new one of the same shape, order in memory and type.
+        """Create a new fake tensor with the same shape, strides and type.
 
-        One that holds others, as quantised weights do, holds such of them.
+        A tensor that holds others, as quantised weights do, gets fake inner tensors.
         """
         import torch
         from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -145,7 +145,7 @@ class Fakes:
             )
 
     def replace(self, module: torch.fx.GraphModule) -> None:
-        """Put them in the place of a module's tensors; its nodes run on the CPU."""
+        """Replace the tensors of a module by fake ones; its nodes then run on the CPU."""
         import torch
 
         for graph in _graphs(module):
@@ -159,7 +159,7 @@ class Fakes:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all that were made for a tensor."""
+        """Total bytes of the tensors that they represent."""
         from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
         whole = (t for t in self.made.values() if not is_traceable_wrapper_subclass(t))
@@ -168,13 +168,13 @@ class Fakes:
 
 
 def _place_on_cpu(node: torch.fx.Node) -> None:
-    """Let a node run on the CPU, where the tensors without memory are, wherever it was exported."""
+    """Make a node run on the CPU, where the fake tensors are, whatever its exported device."""
     import torch
 
     if getattr(node.target, "__name__", "") == "wrap_with_autocast":
         node.args = ("cpu", *node.args[1:])
     if getattr(node.target, "_name", "") == "aten::_assert_tensor_metadata":
-        # On another device autocast may not have cast what it casts here.
+        # On another device autocast may not have performed the same casts.
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
 
     def placed(value: object) -> object:
@@ -185,7 +185,7 @@ def _place_on_cpu(node: torch.fx.Node) -> None:
 
 
 def setting_of(name: str, args: tuple[object, ...]) -> contextlib.AbstractContextManager[object]:
-    """What a wrapped graph runs under, by its wrapper's name and what comes before the graph."""
+    """Return the context of a wrapped graph from the wrapper's name and leading arguments."""
     import torch
 
     if name == "wrap_with_set_grad_enabled":
@@ -196,7 +196,7 @@ def setting_of(name: str, args: tuple[object, ...]) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def _prepared(program: torch.export.ExportedProgram) -> Iterator[None]:
-    """Let an export be as it is wanted while it is decomposed; afterwards it is as it was."""
+    """Modify an export for decomposition, and restore it afterwards."""
     undo: list[Callable[[], object]] = []
     modules = [m for m in program.graph_module.modules() if hasattr(m, "recompile")]
     try:
@@ -214,9 +214,9 @@ def _prepared(program: torch.export.ExportedProgram) -> Iterator[None]:
 
 
 def _move_to_cpu(program: torch.export.ExportedProgram, undo: list[Callable[[], object]]) -> None:
-    """Treat all tensors as the CPU's; tensors of other devices get no memory.
+    """Treat all tensors as being on the CPU; those of other devices become fake tensors.
 
-    Autocast casts by the device of its operands, and has none for ``meta``.
+    Autocast casts by the device of its operands, and does not exist for ``meta``.
     """
     import torch
 
@@ -236,7 +236,7 @@ def _move_to_cpu(program: torch.export.ExportedProgram, undo: list[Callable[[], 
 
 
 def _keep_gradients(module: torch.fx.GraphModule, undo: list[Callable[[], object]]) -> None:
-    """Let detached tensors and regions without gradients be calls of an operator that stays."""
+    """Replace detached tensors and regions without gradients by calls of a retained operator."""
     import torch
 
     stop = _stop_operator()
@@ -257,9 +257,9 @@ def _keep_gradients(module: torch.fx.GraphModule, undo: list[Callable[[], object
 
 
 def _keep_lines(modules: Sequence[torch.fx.GraphModule], undo: list[Callable[[], object]]) -> None:
-    """Let wrapped graphs, such as regions of autocast, be run node by node.
+    """Make wrapped graphs, such as autocast regions, run node by node.
 
-    Run as code, they would give the lines of that code instead of the model's lines.
+    Run as code, they would report lines of that code instead of the model's.
     """
     import torch
 
@@ -292,7 +292,7 @@ def _is_float(value: object) -> bool:
 
 @cache
 def _stop_operator() -> torch._ops.OpOverload:
-    """An operator of PyTorch that copies, and stands for the end of a gradient's way."""
+    """Return an operator that copies, and marks where gradients stop."""
     import torch
 
     def copied(x: torch.Tensor) -> torch.Tensor:

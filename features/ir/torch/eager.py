@@ -1,10 +1,10 @@
-"""Runs a module as eager PyTorch does, on tensors without memory: no export, no graph.
+"""Run a module as eager PyTorch does, on tensors without memory: no export, no graph.
 
-Python decides in a run what it decides on a GPU: which attention is called and whether with a mask,
-how a cache grows, what activation checkpointing computes again. An export freezes other decisions:
-libraries build masks and repeat keys for it that they leave out otherwise.
+Python then decides as on a GPU: which attention is called and whether with a mask, how a cache
+grows, what activation checkpointing recomputes. An export freezes different decisions, since
+libraries build masks and repeat keys for exports that they otherwise omit.
 
-What a GPU has as one kernel and the CPU, where the tensors are, has not, is caught by name.
+Functions with a single GPU kernel but none on the CPU, where the tensors are, are caught by name.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
     from .decomposition import Fakes
 
-#: Folders of opcast that call a user's model. Files beside them in a clone may be the user's.
+#: Folders of opcast that call a user's model. Other files in a clone may be the user's.
 _LAYERS = ("cli", "common", "features", "models", "predict", "server", "workflows")
 _OWN = tuple(f"{Path(__file__).parents[3] / layer}{os.sep}" for layer in _LAYERS)
-#: Depth to which objects of the user's own are searched for tensors, as caches hold them.
+#: Depth to which user-defined objects, such as caches, are searched for tensors.
 _DEPTH = 5
-#: Attribute in which a compiled function keeps the one that it was made of.
+#: Attribute in which a compiled function keeps the original.
 _ORIGINAL = "_torchdynamo_orig_callable"
 Result = TypeVar("Result")
-#: What stands for a function of PyTorch: it gets the function itself before its arguments.
+#: Replacement for a function of PyTorch, which it receives before the arguments.
 Stand: TypeAlias = Callable[..., object]
 
 
 @cache
 def is_users(file: str) -> bool:
-    """Whether a file of Python belongs to a model, not to PyTorch or to what runs it."""
+    """Return whether a Python file belongs to a model, not to PyTorch or the caller."""
     return not (FRAMEWORK.search(file) or file.startswith(("<", *_OWN)))
 
 
 def users_frame() -> FrameType | None:
-    """The innermost frame of the model that runs; none of those around :func:`run`."""
+    """Return the innermost frame of the running model, none outside :func:`run`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not run.__code__:
         if is_users(frame.f_code.co_filename):
@@ -58,10 +58,10 @@ def users_frame() -> FrameType | None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the user's model a node belongs.
+    """Position of a node in the user's model.
 
     Attributes:
-        file: The innermost file of the user's own; empty if unknown.
+        file: The innermost file of the user; empty if unknown.
         line: Line in it.
         modules: Scopes, outermost first, joined by slashes.
     """
@@ -76,12 +76,12 @@ class Place:
 
 @dataclass
 class Scopes:
-    """The modules that are running.
+    """The modules that are currently running.
 
     Attributes:
         names: Path of each module from the outermost, by ``id``.
-        outermost: Its class.
-        running: Path and text of each that runs, outermost first.
+        outermost: Class of the outermost module.
+        running: Path and displayed name of each running module, outermost first.
     """
 
     names: Mapping[int, str]
@@ -89,7 +89,7 @@ class Scopes:
     running: list[tuple[str, str]] = field(default_factory=list)
 
     def place(self) -> Place:
-        """Where the call that is being made stands in the user's files and modules."""
+        """Return the position of the current call in the user's files and modules."""
         modules = "/".join(text for _, text in self.running if text)
         frame = users_frame()
         if frame is None:
@@ -97,25 +97,25 @@ class Scopes:
         return Place(frame.f_code.co_filename, frame.f_lineno, modules)
 
     def enter(self, module: torch.nn.Module, _: object) -> None:
-        """Note that a module begins to run."""
+        """Record that a module starts."""
         path = self.names.get(id(module), "")
         if self.running:
             text = path.removeprefix(self.running[-1][0]).lstrip(".") or type(module).__name__
         else:
-            # A part that is computed again has none around it.
+            # A recomputed part has no enclosing module.
             text = "/".join(t for t in (self.outermost, path) if t)
         self.running.append((path, text))
 
     def leave(self, module: torch.nn.Module, *_: object) -> None:
-        """Note that it is through."""
+        """Record that a module ends."""
         if self.running:
             self.running.pop()
 
 
 def sized_by_data(error: Exception) -> str:
-    """What to do about an operator whose results' sizes depend on values; empty for other errors.
+    """Return advice on an operator whose result sizes depend on values; empty for other errors.
 
-    One of them is the CTC loss, which keeps a score for each step and label of the longest target.
+    One of them is the CTC loss, which keeps a score per step and label of the longest target.
     """
     from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
@@ -131,16 +131,16 @@ def sized_by_data(error: Exception) -> str:
 
 
 def run(steps: Callable[[], Result]) -> Result:
-    """Call a function, below which all callers are the user's or PyTorch's."""
+    """Call a function; frames outside this call are not considered the user's."""
     return steps()
 
 
 @contextlib.contextmanager
 def noting_compiled(module: torch.nn.Module) -> Iterator[list[str]]:
-    """Note what a model gives to ``torch.compile``, which runs here as it is written.
+    """Record what a model passes to ``torch.compile``, which runs uncompiled here.
 
     Yields:
-        Names of its modules, and of functions as they are called.
+        Names of compiled modules, and of compiled functions when they are called.
     """
     found = list[str]()
     replaced: list[tuple[dict[str, object], str, Callable[..., object]]] = []
@@ -175,7 +175,7 @@ def _is_compiled(value: object) -> TypeGuard[Callable[..., object]]:
 
 
 def tensors_in(value: object, depth: int = _DEPTH) -> list[torch.Tensor]:
-    """Tensors in lists, mappings and objects of the user's own, such as caches of keys."""
+    """Return the tensors in lists, mappings and user-defined objects, such as KV caches."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -193,7 +193,7 @@ def tensors_in(value: object, depth: int = _DEPTH) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def without_memory(module: torch.nn.Module, fakes: Fakes) -> Iterator[None]:
-    """Let tensors without memory stand for a module's own; afterwards it is as it was."""
+    """Temporarily replace a module's tensors by tensors without memory."""
     import torch
 
     tables = [
@@ -218,7 +218,7 @@ def without_memory(module: torch.nn.Module, fakes: Fakes) -> Iterator[None]:
 def given_to(
     args: tuple[object, ...], kwargs: Mapping[str, object], fakes: Fakes
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """A copy of arguments in which tensors without memory stand for those given."""
+    """Copy arguments, with their tensors replaced by tensors without memory."""
     held = tensors_in((args, kwargs))
     made: dict[int, object] = {id(t): fakes.like(t).requires_grad_(t.requires_grad) for t in held}
     return copy.deepcopy(args, made), copy.deepcopy(dict(kwargs), made)
@@ -226,10 +226,10 @@ def given_to(
 
 @contextlib.contextmanager
 def deciding_without_values(asked: Mapping[str, object]) -> Iterator[None]:
-    """Let libraries decide what they read values for as they do for common values.
+    """Make libraries decide as for typical values where they read values of tensors.
 
-    Transformers asks positions whether a row holds several sequences, and builds masks if it may
-    not read them: they are taken as one unless positions are given.
+    Transformers checks positions for packed sequences, and builds masks if it cannot read them: a
+    row is assumed to be one sequence unless positions are given.
 
     Args:
         asked: Keyword arguments of the module.
@@ -242,7 +242,7 @@ def deciding_without_values(asked: Mapping[str, object]) -> Iterator[None]:
 
     @wraps(known)
     def single(position_ids: torch.Tensor) -> None:
-        # Its kernels run all the same.
+        # Its kernels still run.
         known(position_ids)
 
     setattr(masks, known.__name__, single)
@@ -254,7 +254,7 @@ def deciding_without_values(asked: Mapping[str, object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scoped(scopes: Scopes) -> Iterator[None]:
-    """Follow which modules run."""
+    """Track which modules run."""
     import torch
 
     own = torch.nn.modules.module
@@ -271,12 +271,12 @@ def scoped(scopes: Scopes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
-    """Call other functions in the place of some of ``torch.nn.functional`` and ``torch._VF``.
+    """Replace some functions of ``torch.nn.functional`` and ``torch._VF``.
 
     ``torch.autocast("cuda")`` casts as on a GPU.
 
     Args:
-        stands: By name in these modules. Each is called with the function that it stands for.
+        stands: Replacements by name in these modules; each receives the original function first.
     """
     import torch
 
@@ -286,7 +286,7 @@ def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
     }
     known = {getattr(owner, name): name for name, owner in owners.items()}
 
-    # What users call by any name; functions of ``torch.nn.functional`` hide their own.
+    # Calls by users under any name; functions of ``torch.nn.functional`` hide inner calls.
     def seen(
         function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:

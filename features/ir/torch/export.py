@@ -1,4 +1,4 @@
-"""How a program of PyTorch is exported: modules, functions, and what is exported already."""
+"""Export PyTorch programs: modules, functions, and existing exports."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 _NO_TORCH = "pip install 'torch>=2.6', or opcast's own extra: pip install '.[torch]' in its clone"
-#: Element types that are translated.
+#: Supported element types.
 _DTYPES = frozenset(
     (
         *("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"),
         *("int16", "int32", "int64", "bool", "complex64"),
     )
 )
-#: JAX's names that are others. Integers are as JAX has them by default: only indices of tokens and
-#: positions have 64 bits.
+#: JAX types with other names. Integers follow JAX's default: only token and position indices have
+#: 64 bits in PyTorch.
 _RENAMED = {"int64": "int32", "bool": "bool_"}
 
 
@@ -39,8 +39,8 @@ class Exported:
     """A module's forward pass as a graph of ATen operators.
 
     Attributes:
-        program: ``torch.export.ExportedProgram``, as ``torch.export.export`` makes it.
-        name: Of the module's class or the file, for messages.
+        program: ``torch.export.ExportedProgram``, as returned by ``torch.export.export``.
+        name: Class of the module, or the file, for messages.
     """
 
     program: torch.export.ExportedProgram
@@ -48,7 +48,7 @@ class Exported:
 
 
 def export(given: TorchProgram) -> Exported:
-    """Export a module or function, or take what is exported already.
+    """Export a module or function, or load an existing export.
 
     Raises:
         ProgramError: PyTorch is missing, cannot export the module or read the file, or shapes are
@@ -93,11 +93,11 @@ def export(given: TorchProgram) -> Exported:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep PyTorch from showing graphs and tracebacks of errors that are told in a line."""
+    """Suppress PyTorch's output of graphs and tracebacks for errors reported in one line."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        # The graph as far as an export came is printed, not logged.
+        # A failed export prints its partial graph instead of logging it.
         with redirect_stderr(StringIO()):
             yield
     finally:
@@ -107,7 +107,7 @@ def quiet() -> Iterator[None]:
 def _beside(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The inputs, on the device ``meta`` if the module is: only their shapes are read."""
+    """Return the inputs, moved to ``meta`` if the module is there: only shapes are read."""
     from torch.utils import _pytree
 
     held = [*module.parameters(), *module.buffers()]
@@ -118,7 +118,7 @@ def _beside(
 
 
 def _as_module(function: object, name: str) -> torch.nn.Module:
-    """A module whose forward pass is a function; modules that it uses are found in its closure."""
+    """Wrap a function as a module; modules that it uses are found in its closure and globals."""
     import torch
 
     class Function(torch.nn.Module):  # type: ignore[misc]
@@ -140,7 +140,7 @@ def _as_module(function: object, name: str) -> torch.nn.Module:
 
 
 def _named_forward(function: object) -> Callable[..., object]:
-    """The function under the name whose lines, and no others, exports keep."""
+    """Rename a function to ``forward``, the only name whose lines exports keep."""
     assert callable(function), f"a {type(function).__name__} is not a function"
     own: object = function
     if not isinstance(own, FunctionType):
@@ -171,10 +171,10 @@ def _sized(
     kwargs: Mapping[str, object],
     name: str,
 ) -> torch.export.ExportedProgram:
-    """An export whose dynamic dimensions have the sizes of some inputs.
+    """Fix an export's dynamic dimensions to the sizes of given inputs.
 
     Raises:
-        ProgramError: It does not take the inputs.
+        ProgramError: The export does not accept the inputs.
     """
     import torch
 
@@ -191,13 +191,13 @@ def _sized(
 
 
 def shortened(error: Exception) -> str:
-    """The first lines of a message: PyTorch's go on with whole graphs."""
+    """Return the beginning of a message, since PyTorch's may contain whole graphs."""
     return " ".join(str(error).split())[:600]
 
 
 def _checked(exported: Exported) -> Exported:
     ranges = exported.program.range_constraints
-    # PyTorch calls sizes that depend on values u0, u1 …
+    # PyTorch names sizes that depend on values u0, u1 …
     if any(str(name).startswith("u") for name in ranges):
         raise ProgramError(
             f"sizes depend on the values of tensors: {', '.join(map(str, ranges))}",
@@ -216,7 +216,7 @@ def _checked(exported: Exported) -> Exported:
 
 
 def _dynamic(program: torch.export.ExportedProgram) -> list[str]:
-    """Inputs with dynamic dimensions, such as ``0 and 1 of tokens``."""
+    """Describe inputs with dynamic dimensions, such as ``0 and 1 of tokens``."""
     found = []
     for node in program.graph.nodes:
         shape = getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ()
@@ -227,10 +227,10 @@ def _dynamic(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def jax_dtype(dtype: torch.dtype, where: str) -> DTypeLike:
-    """JAX's element type for PyTorch's; 64-bit integers become 32-bit ones.
+    """Return JAX's element type for PyTorch's; 64-bit integers become 32-bit ones.
 
     Raises:
-        ProgramError: There is none.
+        ProgramError: JAX has no such type.
     """
     import jax.numpy as jnp
 

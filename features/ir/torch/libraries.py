@@ -1,6 +1,6 @@
-"""Models of libraries by name, built without weights: timm, transformers, diffusers, torchvision.
+"""Build library models by name, without weights: timm, transformers, diffusers, torchvision.
 
-A model is built on the ``meta`` device, so that nothing is downloaded and no memory is needed.
+Models are built on the ``meta`` device, so nothing is downloaded and no memory is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .presets import Inputs
 
-#: Element types of a case: of weights and inputs, and that products are cast to, if any.
+#: Element types of a case: of weights and inputs, and the one products are cast to, if any.
 DTYPES = {
     "fp32": ("float32", ""),
     "fp16": ("float16", ""),
@@ -34,40 +34,40 @@ DTYPES = {
     "amp-bf16": ("float32", "bfloat16"),
 }
 MODES, LAYOUTS = ("infer", "train"), ("nchw", "nhwc")
-#: How attention runs: as the release of PyTorch lets the library, as one operator, or as products
-#: and a softmax.
+#: Implementation of attention: the library's choice for the PyTorch release, one operator, or
+#: products and a softmax.
 ATTENTION = ("", "fused", "written")
-#: The first release of PyTorch with ``scaled_dot_product_attention``; libraries write attention
-#: out for those before.
+#: First PyTorch release with ``scaled_dot_product_attention``; for earlier ones libraries write
+#: attention out.
 _FUSED_SINCE = (2, 0)
-#: By what share of its parameters a model may differ from the one that was measured: releases of
-#: a library change details. Engineering choice.
+#: Largest relative difference in parameters between a model and the measured one, since library
+#: releases change details. Engineering estimate.
 _OTHER = 0.1
-#: Tokens of a text where a case has no length. Engineering choice.
+#: Default length of a text in tokens. Engineering estimate.
 _TOKENS = 128
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model as it is run.
+    """A library model and how it is run.
 
     Attributes:
-        library: ``timm``, ``torchvision``, ``transformers``, ``diffusers``, or a module of Python
+        library: ``timm``, ``torchvision``, ``transformers``, ``diffusers``, or a Python module
             whose attribute ``model`` is called without arguments.
-        model: Its name there; of transformers and diffusers one of ``presets.yaml``, of
-            transformers also ``class:field=value,…``; of a module of Python also ``function:path``
-            for a part of what the function makes.
-        batch: Samples in a step.
-        img_size: Rows and columns of an image; of a text its tokens; 0 for the library's.
+        model: Name in the library; for transformers and diffusers an entry of ``presets.yaml``, for
+            transformers also ``class:field=value,…``; for a Python module also ``function:path``,
+            a part of what the function returns.
+        batch: Samples per step.
+        img_size: Rows and columns of an image, or tokens of a text; 0 for the library's default.
         mode: ``infer`` or ``train``: forward, cross entropy, backward and SGD with momentum.
         dtype: A key of :data:`DTYPES`; ``amp-`` is f32 under autocast.
         layout: ``nchw``, or ``nhwc`` for channels last.
-        torch: Release of PyTorch that runs it, such as ``1.13``; empty for a recent one.
+        torch: PyTorch release that runs it, such as ``1.13``; empty for a recent one.
         attention: One of :data:`ATTENTION`.
-        parameters_m: Its parameters in millions, which tell whether branches were merged for
-            inference (``timm.utils.reparameterize_model``); 0 if they are not known.
-        fast_norm: Whether timm's layer and group norms run in the format of autocast
-            (``timm.layers.set_fast_norm``), which has them in f32 otherwise.
+        parameters_m: Parameters in millions, which show whether branches were merged for inference
+            (``timm.utils.reparameterize_model``); 0 if unknown.
+        fast_norm: Whether timm's layer and group norms run in autocast's format
+            (``timm.layers.set_fast_norm``) rather than in f32.
     """
 
     library: str
@@ -83,10 +83,10 @@ class ModelCase:
     fast_norm: bool = False
 
     def __post_init__(self) -> None:
-        """Check the words of the case.
+        """Check the values of the case.
 
         Raises:
-            ProgramError: One is not known, or the batch is no positive number.
+            ProgramError: A value is unknown, or the batch is not positive.
         """
         for what, value, known in (
             ("mode", self.mode, MODES),
@@ -103,27 +103,27 @@ class ModelCase:
 
     @property
     def fused_attention(self) -> bool:
-        """Whether attention is one operator, which PyTorch has a kernel for."""
+        """Whether attention is one operator, for which PyTorch has a kernel."""
         if self.attention:
             return self.attention == "fused"
-        # A release without a number, such as a nightly build, is a recent one.
+        # A release without a number, such as a nightly build, is recent.
         return (version_numbers(self.torch)[:2] or _FUSED_SINCE) >= _FUSED_SINCE
 
     @property
     def recorded(self) -> ModelCase:
-        """The case without what does not change the operators that run."""
+        """The case without settings that do not affect the operators that run."""
         return replace(self, torch="", attention="fused" if self.fused_attention else "written")
 
 
 def build(case: ModelCase, device: str = "meta") -> TorchProgram:
-    """Build a model with its inputs as a program, as :func:`opcast.predict` takes it.
+    """Build a model with its inputs as a program for :func:`opcast.predict`.
 
     Args:
         case: The model.
-        device: Where it is built, by PyTorch's name; on any but ``meta`` with random weights.
+        device: PyTorch device to build it on; any but ``meta`` initialises random weights.
 
     Raises:
-        ProgramError: The library is missing, or has no such model.
+        ProgramError: The library is missing or has no such model.
     """
     import torch
 
@@ -168,14 +168,14 @@ def build(case: ModelCase, device: str = "meta") -> TorchProgram:
     )
 
 
-#: Methods that give a tensor its first values, and change nothing else of it.
+#: Methods that only initialise a tensor's values.
 _FILLS = frozenset(
     ("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_", "copy_")
 )
 
 
 def _unfilled() -> AbstractContextManager[object]:
-    """A mode in which tensors on ``meta``, which have no values, are given none."""
+    """Return a mode that skips initialisation of tensors on ``meta``, which have no values."""
     import torch
 
     def unfilled(
@@ -234,10 +234,10 @@ def _timm(case: ModelCase) -> _Built:
 
 
 def _check_size(case: ModelCase, millions: float) -> None:
-    """Refuse a model that is another one than was measured, such as by a name that has moved on.
+    """Reject a model that differs from the measured one, such as under a reassigned name.
 
     Raises:
-        ProgramError: Its parameters are not as many as the case says.
+        ProgramError: Its number of parameters differs from the case's.
     """
     if abs(millions - case.parameters_m) > _OTHER * case.parameters_m:
         raise ProgramError(
@@ -249,14 +249,14 @@ def _check_size(case: ModelCase, millions: float) -> None:
 
 
 def _millions(model: object) -> float:
-    """Parameters of a model in millions, as tables round them."""
+    """Return the parameters of a model in millions, rounded as in tables."""
     assert hasattr(model, "parameters"), model
     return round(sum(p.numel() for p in model.parameters()) / 1e6, 2)
 
 
 @contextmanager
 def _settings(package: object, case: ModelCase) -> Iterator[None]:
-    """Let timm write attention out and run norms as the case does."""
+    """Configure timm's attention and norms as in the case."""
     before = _call(package, "layers.is_fast_norm")()
     _call(package, "layers.set_fused_attn")(case.fused_attention)
     _call(package, "layers.set_fast_norm")(case.fast_norm)
@@ -275,7 +275,7 @@ def _torchvision(case: ModelCase) -> _Built:
 
 
 def _imported(case: ModelCase) -> _Built:
-    """A function without arguments, by ``module`` and name; its model takes images of RGB."""
+    """Build a model by calling ``module.name`` without arguments; it takes RGB images."""
     package = _package(case.library, f"model {case.model!r}")
     name, _, part = case.model.partition(":")
     model = _call(package, name)()
@@ -285,10 +285,10 @@ def _imported(case: ModelCase) -> _Built:
 
 
 def _transformers(case: ModelCase) -> _Built:
-    """A preset, or a class of transformers, such as ``ViTForImageClassification:hidden_size=768``.
+    """Build a preset, or a class such as ``ViTForImageClassification:hidden_size=768``.
 
     Raises:
-        ProgramError: It is neither.
+        ProgramError: The name is neither.
     """
     import torch
 
@@ -311,16 +311,16 @@ def _transformers(case: ModelCase) -> _Built:
 
 
 def _of_transformers(kind: Any, config: object, case: ModelCase) -> Any:
-    """A model of a class of transformers, which writes attention out where the case does."""
+    """Build a model of a transformers class, with attention written out if the case requires."""
     written = {} if case.fused_attention else {"attn_implementation": "eager"}
     return kind._from_config(config, **written)
 
 
 def _diffusers(case: ModelCase) -> _Built:
-    """A preset.
+    """Build a preset.
 
     Raises:
-        ProgramError: There is none of the name.
+        ProgramError: There is no preset of that name.
     """
     if case.model in presets():
         return _preset(case)
@@ -337,11 +337,11 @@ def _names(case: ModelCase) -> str:
 
 
 def _preset(case: ModelCase) -> _Built:
-    """A model of ``presets.yaml``."""
+    """Build a model of ``presets.yaml``."""
     own = presets()[case.model]
     name, _, kind = own.builds.partition(".")
     found = getattr(_package(name, f"model {case.model!r}"), kind)
-    # Its advice on element types is for weights that are loaded.
+    # Its advice on element types concerns loaded weights.
     logging.getLogger(name).setLevel(logging.ERROR)
     if name == "transformers":
         model = _of_transformers(found, found.config_class(**own.config), case)
@@ -356,7 +356,7 @@ def _preset(case: ModelCase) -> _Built:
 
 
 def _calling(model: torch.nn.Module, method: str) -> torch.nn.Module:
-    """A module that calls a method of another."""
+    """Wrap a method of a module as a module."""
     import torch
 
     class Calling(torch.nn.Module):  # type: ignore[misc]
@@ -371,7 +371,7 @@ def _calling(model: torch.nn.Module, method: str) -> torch.nn.Module:
 
 
 def _fields(text: str) -> dict[str, int | float | str]:
-    """Fields of a configuration written as ``name=value,…``."""
+    """Parse the fields of a configuration written as ``name=value,…``."""
     found: dict[str, int | float | str] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

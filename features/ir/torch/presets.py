@@ -1,6 +1,6 @@
-"""Models of diffusers and transformers by names of their own, from ``presets.yaml``.
+"""Named diffusers and transformers models from ``presets.yaml``.
 
-A preset is a class of a library, its configuration and its inputs: nothing is downloaded.
+A preset is a library class, its configuration and its inputs: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Inputs: TypeAlias = "torch.Tensor | list[Inputs] | dict[str, Inputs]"
 
 @dataclass(frozen=True)
 class Preset:
-    """A model of a library.
+    """A preset of a library model.
 
     Attributes:
         builds: Class, with its package.
-        inputs: Shapes by name, as ``presets.yaml`` has them.
-        config: Fields of the configuration that are not the library's defaults.
-        method: What is called; empty for the module itself.
-        samples: Passes for one sample.
-        size: Rows of an image; 0 where there is none.
-        width: Its columns, if not as many.
+        inputs: Shapes by name, as in ``presets.yaml``.
+        config: Fields of the configuration that differ from the library's defaults.
+        method: Method that is called; empty for the module itself.
+        samples: Passes per sample.
+        size: Rows of an image; 0 if there is none.
+        width: Columns of an image, if different.
     """
 
     builds: str
@@ -44,11 +44,11 @@ class Preset:
     width: int = 0
 
     def made(self, batch: int, size: int) -> dict[str, Inputs]:
-        """Inputs by name, on PyTorch's default device.
+        """Create inputs by name, on PyTorch's default device.
 
         Args:
             batch: Samples.
-            size: Pixels of a side; 0 for the preset's own.
+            size: Pixels per side; 0 for the preset's default.
         """
         rows = size or self.size
         sizes = {"n": batch * self.samples, "h": rows, "w": size or self.width or rows}
@@ -57,7 +57,7 @@ class Preset:
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """What ``presets.yaml`` holds, by name."""
+    """Return the presets by name."""
     data = typed(
         dict[str, dict[str, object]], own_data("features/ir/torch/presets.yaml"), "presets"
     )
@@ -65,7 +65,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def _whole(data: Mapping[str, Mapping[str, object]], name: str) -> dict[str, object]:
-    """An entry with those that it is like."""
+    """Merge an entry with the one that it is ``like``."""
     own = data[name]
     base = _whole(data, str(own["like"])) if "like" in own else {}
     configs = [typed(dict[str, object], d.get("config", {}), name) for d in (base, own)]
@@ -86,7 +86,7 @@ def _inputs(spec: object, sizes: Mapping[str, int]) -> Inputs:
 
 
 def _dimension(spec: str, sizes: Mapping[str, int]) -> int:
-    """A number, or a product such as ``h/16*w/16`` with its quotients rounded down."""
+    """Evaluate a number, or a product such as ``h/16*w/16`` with quotients rounded down."""
 
     def value(part: str) -> int:
         over, _, under = part.partition("/")

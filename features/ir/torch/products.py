@@ -15,10 +15,10 @@ from jax import lax
 from ..jax_function import LOWERED_FOR
 from .table import Call, Scalar, Translation, aten, enter, plain
 
-#: Widest head of cuDNN's attention forward and backward on every chip that has it (NVIDIA, cuDNN
-#: frontend, "Attention").
+#: Largest head size of cuDNN's attention forward and backward on every supported chip (NVIDIA,
+#: cuDNN frontend, "Attention").
 _CUDNN_HEAD = 128
-#: Least compute capability times ten with cuDNN's fused attention (NVIDIA, cuDNN's support matrix).
+#: Lowest compute capability × 10 with cuDNN's fused attention (NVIDIA, cuDNN support matrix).
 _CUDNN_LEAST = 80
 
 
@@ -70,12 +70,12 @@ def _convolution(
     layout = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
 
     def forward(image: jax.Array) -> jax.Array:
-        # Of a transposed one, what is added to its end has no place in the input.
+        # In a transposed one, output padding has no counterpart in the input.
         pads = [(p, p - e) for p, e in zip(padding, extra, strict=True)]
         return lax.conv_general_dilated(image, weight, stride, pads, None, dilation, layout, groups)
 
     if transposed:
-        # The gradient of a convolution for its input, in the form that XLA knows for one.
+        # The gradient of a convolution with respect to its input, in a form that XLA recognises.
         reach = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
         sides = [
             (n - 1) * s - 2 * p + r + e
@@ -94,7 +94,7 @@ def _convolution(
 def _window(
     x: jax.Array, sizes: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, int]]]:
-    """Window, strides and padding over all dimensions of an array."""
+    """Return window, strides and padding over all dimensions of an array."""
     space = len(sizes)
     strides = tuple(stride or sizes)
     strides = strides * (space if len(strides) == 1 else 1)
@@ -126,9 +126,9 @@ def _max_pool(
         raise NotImplementedError("a dilated maximum pooling")
     window, strides, pads = _window(x, sizes, stride, padding, ceil)
     least = -np.inf if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min
-    # Of NumPy: JAX differentiates a maximum only if it sees that it starts from the least value.
+    # A NumPy value: JAX differentiates a maximum only if it sees the initial value.
     found = lax.reduce_window(x, np.array(least, x.dtype), lax.max, window, strides, pads)
-    # Nothing of a forward pass reads the places; the translation refuses to unpack them.
+    # A forward pass never reads the indices; the translation rejects unpacking them.
     return (found,)
 
 
@@ -184,7 +184,7 @@ def _bilinear(call: Call, x: jax.Array, size: object, corners: bool, *_: object)
     found = x
     for dim in (2, 3):
         n, m = x.shape[dim], call.shape[dim]
-        # The first and last of both grids lie on each other.
+        # The first and last points of both grids coincide.
         place = np.arange(m) * ((n - 1) / max(m - 1, 1))
         low = np.minimum(place.astype(np.int32), max(n - 2, 0))
         share = (place - low).astype(np.float32).reshape((-1,) + (1,) * (3 - dim))
@@ -205,7 +205,7 @@ def _smooth(method: str) -> Translation:
 enter({f"_upsample_bi{method}2d_aa": _smooth(method) for method in ("linear", "cubic")})
 
 
-#: What a transform is divided by, by PyTorch's number: nothing, the root of its size, its size.
+#: Divisor of a transform by PyTorch's number: none, the root of its size, its size.
 _NORMS: dict[int, Literal["backward", "ortho", "forward"]] = {
     0: "backward",
     1: "ortho",
@@ -223,7 +223,7 @@ def _fft_r2c(call: Call, x: jax.Array, dims: Sequence[int], norm: int, onesided:
 def _fft_c2c(call: Call, x: jax.Array, dims: Sequence[int], norm: int, forward: bool) -> jax.Array:
     if forward:
         return jnp.fft.fftn(x, axes=tuple(dims), norm=_NORMS[norm])
-    # NumPy's inverse divides where PyTorch's number says "forward" of the transform's own sign.
+    # PyTorch numbers normalisation by the transform's own sign, NumPy's inverse by the forward one.
     return jnp.fft.ifftn(x, axes=tuple(dims), norm=_NORMS[2 - norm])
 
 
@@ -254,12 +254,12 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """Attention over (…, heads, positions, size): cuDNN's on NVIDIA's GPUs where it has one.
+    """Attention over (…, heads, positions, size); cuDNN's on NVIDIA GPUs where supported.
 
-    Dropout of the scores, which cuDNN would draw within its kernel, is drawn here, written out.
+    Dropout of the scores, which cuDNN would draw inside its kernel, is written out.
     """
     if q.ndim == 3:
-        # Without heads: one of each.
+        # Without a head dimension: a single head.
         q, k, v = (a[:, None] for a in (q, k, v))
     flat = [a.reshape(-1, *a.shape[-3:]) for a in (q, k, v)]
     # JAX has positions before heads.
@@ -288,13 +288,13 @@ def _attention(
     found: jax.Array | None = None
     platform = LOWERED_FOR.get()
     cuda = jax.default_backend() == "gpu" if platform is None else platform.name == "cuda"
-    # Ampere and later; a GPU of unknown generation is taken for one of these.
+    # Ampere and later; a GPU of unknown generation is assumed to be one of these.
     cuda = cuda and (platform is None or (platform.capability or _CUDNN_LEAST) >= _CUDNN_LEAST)
-    # cuDNN refuses masks that broadcast, empty sequences, and odd lengths backward.
+    # cuDNN rejects masks that broadcast, empty sequences, and odd lengths in the backward pass.
     lengths = (queries.shape[1], keys.shape[1])
     narrow = q.dtype in (jnp.bfloat16, jnp.float16) and size <= _CUDNN_HEAD
     if cuda and narrow and mask is None and all(n and n % 2 == 0 for n in lengths):
-        # JAX asks for cuDNN and the GPU's generation while it traces.
+        # JAX checks for cuDNN and the GPU's generation while tracing.
         with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
             found = by("cudnn")
     if found is None:
@@ -303,7 +303,7 @@ def _attention(
 
 
 def _mask(mask: jax.Array | None) -> jax.Array | None:
-    """A mask with four dimensions: batch, heads, queries and keys; those of size one broadcast."""
+    """Reshape a mask to (batch, heads, queries, keys); dimensions of size one broadcast."""
     if mask is None:
         return None
     if mask.ndim > 4:

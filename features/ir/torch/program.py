@@ -1,6 +1,6 @@
-"""What a PyTorch program is: a module, function, export or file, with inputs and how it trains.
+"""PyTorch programs: a module, function, export or file, with inputs and training settings.
 
-PyTorch is imported where a function needs it.
+PyTorch is imported only where a function needs it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ....common.errors import ProgramError
 if TYPE_CHECKING:
     import torch
 
-#: Rules of optimisers, with the defaults of ``torch.optim``; ``momentum`` is SGD with 0.9.
+#: Optimiser rules, with the defaults of ``torch.optim``; ``momentum`` is SGD with 0.9.
 RULES = ("adamw", "adam", "sgd", "momentum")
-#: How PyTorch runs them, if not over lists of tensors (``foreach``, its default on GPUs): by one
-#: fused kernel, or by a loop over parameters. XLA has one way.
+#: PyTorch's implementations other than lists of tensors (``foreach``, the default on GPUs): one
+#: fused kernel, or a loop over parameters. XLA has only one implementation.
 _WAYS = ("", "-fused", "-loop")
 #: Optimisers of training steps.
 OPTIMIZERS = tuple(rule + way for way in _WAYS for rule in RULES)
-#: What an archive of ``torch.export.save`` holds, and no other.
+#: Members that identify an archive of ``torch.export.save``.
 _EXPORT = ("/archive_format", "/models/model.json")
 #: Losses by name, besides a function of the model's outputs.
 LOSSES = ("cross_entropy", "sum")
-#: What a training step minimises: one of :data:`LOSSES`, a function of the module's outputs written
-#: in PyTorch, or nothing if the module itself returns its loss.
+#: Objective of a training step: one of :data:`LOSSES`, a PyTorch function of the module's outputs,
+#: or ``None`` if the module itself returns its loss.
 Loss: TypeAlias = str | Callable[..., object] | None
 _LOSS_HINT = f"known: {', '.join(LOSSES)}; or, in Python, a function of the module's outputs"
 
 
 class _Output(Protocol):
-    """A tensor of PyTorch, or its shape and type alone."""
+    """A PyTorch tensor, or just its shape and type."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -55,11 +55,11 @@ class TorchProgram:
             path of a ``.pt2`` file.
         args: Example inputs of a module or function.
         kwargs: Its keyword arguments.
-        train: Optimiser of a full training step, one of :data:`OPTIMIZERS`; empty for the forward
-            pass alone.
-        loss: What a training step minimises: one of :data:`LOSSES`, or a function of the module's
-            outputs written in PyTorch; if nothing, the module itself returns its loss.
-        origin: Where it came from, for messages.
+        train: Optimiser of a full training step, one of :data:`OPTIMIZERS`; empty for only the
+            forward pass.
+        loss: Objective of a training step: one of :data:`LOSSES`, or a PyTorch function of the
+            module's outputs; ``None`` if the module itself returns its loss.
+        origin: Origin, for messages.
     """
 
     source: object
@@ -85,7 +85,7 @@ class TorchProgram:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         if self.origin or isinstance(self.source, str | Path):
             return self.origin or str(self.source)
         own = getattr(self.source, "__name__", "")
@@ -93,10 +93,10 @@ class TorchProgram:
 
 
 def sparse_refusal(what: str, where: str) -> ProgramError:
-    """The error of a program with a sparse matrix.
+    """Return the error for a program with a sparse matrix.
 
     Args:
-        what: What is one.
+        what: The sparse object.
         where: Line or name of the program.
     """
     return ProgramError(
@@ -114,7 +114,7 @@ def as_torch_program(
     loss: object = None,
     origin: str = "",
 ) -> TorchProgram | None:
-    """Take what belongs to PyTorch as a program; ``None`` if it does not.
+    """Wrap a PyTorch program; ``None`` if the source is not PyTorch's.
 
     Args:
         source: Any program; a callable is PyTorch's if it is a module or an argument is a tensor.
@@ -122,7 +122,7 @@ def as_torch_program(
         kwargs: Its keyword arguments.
         train: As in :class:`TorchProgram`.
         loss: As in :class:`TorchProgram`.
-        origin: Where it came from, for messages.
+        origin: Origin, for messages.
 
     Raises:
         ProgramError: The optimiser or the loss is unknown.
@@ -139,7 +139,7 @@ def as_torch_program(
 
 
 def _optimizer(train: object) -> str:
-    """The name of an optimiser, checked."""
+    """Check and return the name of an optimiser."""
     if not isinstance(train, str) or (train and train not in OPTIMIZERS):
         raise ProgramError(
             f"no optimiser {train!r}", hint="train is one of: " + ", ".join(OPTIMIZERS)
@@ -148,7 +148,7 @@ def _optimizer(train: object) -> str:
 
 
 def _loss(loss: object) -> Loss:
-    """A loss, checked."""
+    """Check and return a loss."""
     if isinstance(loss, str):
         if loss not in LOSSES:
             raise ProgramError(f"no loss {loss!r}", hint=_LOSS_HINT)
@@ -159,7 +159,7 @@ def _loss(loss: object) -> Loss:
 
 
 def check_loss(loss: Loss, outputs: Sequence[_Output], where: str) -> None:
-    """Refuse a loss that does not fit a module's first output.
+    """Check that a loss fits a module's first output.
 
     Args:
         loss: As in :class:`TorchProgram`.
@@ -167,7 +167,7 @@ def check_loss(loss: Loss, outputs: Sequence[_Output], where: str) -> None:
         where: Name of the module.
 
     Raises:
-        ProgramError: It does not fit.
+        ProgramError: The loss does not fit.
     """
     shape = tuple(outputs[0].shape) if outputs else ()
     if loss is None and (not outputs or prod(shape) != 1):
@@ -183,7 +183,7 @@ def check_loss(loss: Loss, outputs: Sequence[_Output], where: str) -> None:
 
 
 def is_torch_file(source: object) -> bool:
-    """Whether a source is the path of a file of ``torch.export.save``, told by its content."""
+    """Return whether a source is the path of a file of ``torch.export.save``, by its content."""
     if not isinstance(source, str | Path) or "\n" in str(source) or len(str(source)) > 4096:
         return False
     try:
@@ -213,14 +213,14 @@ def _has_tensors(values: tuple[object, ...]) -> bool:
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
-    """The tensors in lists, tuples and mappings."""
+    """Return the tensors in lists, tuples and mappings."""
     import torch
 
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
 def torch_loss(found: object, loss: Loss, where: str) -> torch.Tensor:
-    """PyTorch's own loss of a module's outputs; labels of cross entropy hold no data."""
+    """Compute PyTorch's loss of a module's outputs; cross-entropy labels have no data."""
     import torch
 
     if callable(loss):
@@ -237,7 +237,7 @@ def torch_loss(found: object, loss: Loss, where: str) -> torch.Tensor:
 
 
 def torch_optimizer(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
-    """PyTorch's optimiser, over lists of tensors as on GPUs by default, or as its name has it."""
+    """Create PyTorch's optimiser, with ``foreach`` as on GPUs unless its name says otherwise."""
     import torch
 
     trained: Sequence[torch.nn.Parameter] = [p for p in module.parameters() if p.requires_grad]
@@ -254,8 +254,8 @@ class ModuleCall:
     """A module and the inputs that it was called with.
 
     Attributes:
-        module: Without what ``torch.compile`` put around it.
-        compiled: Whether ``torch.compile`` did.
+        module: The module, without the wrapper of ``torch.compile``.
+        compiled: Whether it was wrapped by ``torch.compile``.
         args: Inputs.
         kwargs: Inputs by name.
     """
@@ -273,12 +273,12 @@ class ModuleCall:
 
 @contextmanager
 def recorded_modules() -> Iterator[list[ModuleCall]]:
-    """Note each module that is called inside, once for inputs of the same shapes.
+    """Record each module called within the context, once for inputs of the same shapes.
 
-    Modules that others call are part of those. Without PyTorch imported there are none.
+    Modules called by other modules are not recorded separately. Empty if PyTorch is not imported.
 
     Yields:
-        The calls, filled as they are made.
+        The calls, filled in as they occur.
     """
     found: list[ModuleCall] = []
     if "torch" not in sys.modules:
@@ -296,7 +296,7 @@ def recorded_modules() -> Iterator[list[ModuleCall]]:
             seen.add(key)
             compiled = isinstance(inner, own)
             found.append(ModuleCall(inner if compiled else module, compiled, args, kwargs))
-        # What it calls is its own, and the compiler must not see this function.
+        # Nested calls are not recorded, and the compiler must not see this function.
         own.__call__ = before
         try:
             return before(module, *args, **kwargs)
@@ -311,7 +311,7 @@ def recorded_modules() -> Iterator[list[ModuleCall]]:
 
 
 def _shapes(given: object) -> object:
-    """Inputs with shapes and types in the place of tensors."""
+    """Replace the tensors in inputs by their shapes and types."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -324,15 +324,15 @@ def _shapes(given: object) -> object:
 
 
 def with_batch(program: TorchProgram, samples: int) -> TorchProgram:
-    """Put a program on another batch: inputs as long as the first tensor get that many samples.
+    """Change the batch size of a program: inputs as long as the first tensor are resized.
 
     Args:
         program: A module or function with its inputs.
-        samples: First size of those inputs.
+        samples: First dimension of those inputs.
 
     Raises:
-        ProgramError: It is an export or a file, whose sizes are fixed, it has no tensor of
-            samples among its inputs, or there is less than one sample.
+        ProgramError: The program is an export or a file, whose sizes are fixed; it has no batched
+            tensor among its inputs; or ``samples`` is less than one.
     """
     import torch
 

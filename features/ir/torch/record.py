@@ -1,7 +1,7 @@
-"""The operators that PyTorch itself launches: what is written down of each, and who writes it.
+"""Record the operators that PyTorch itself launches.
 
-Every operator that reaches a device's kernels is written down, with its operands, its results and
-where in the user's model it, or what it is the gradient of, stands.
+Every operator that reaches a device's kernels is recorded with its operands, its results and the
+position in the user's model of it, or of the operation whose gradient it is.
 """
 
 from __future__ import annotations
@@ -21,11 +21,29 @@ if TYPE_CHECKING:
     from .storages import StorageLog
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-#: Operators that launch nothing though they are no views.
+#: Operators that launch nothing although they are not views.
 _HOST = (
     *("aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.detach"),
     *("aten.lift_fresh", "aten._unsafe_view", "aten.alias", "aten._assert", "aten.sym_"),
     *("aten.is_same_size", "aten.set_", "aten.resize_", "prim.", "profiler.", "opcast."),
+)
+#: Operators whose first tensor is only written, or only provides a shape.
+_UNREAD = (
+    *("aten.copy_", "aten.fill_", "aten.zero_", "aten.uniform_", "aten.normal_", "aten.bernoulli_"),
+    *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.rand_like", "aten.randn_like"),
+    *("aten.new_zeros", "aten.new_ones", "aten.new_full"),
+)
+#: Number of leading image operands for which operators require a layout.
+_IMAGES = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.native_group_norm": 1}
+#: Operators that PyTorch runs only on operands of one format.
+_ALIKE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
+#: Operators whose non-tensor arguments affect their time.
+_NUMBERED = (
+    *("aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather"),
+    *("aten.scatter", "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl"),
+    *("aten.index_add", "aten.index_reduce", "aten.index_copy", "aten.index_fill", "aten.put"),
+    *("aten.native_batch_norm", "aten.cumsum", "aten.cumprod", "aten.logcumsumexp"),
+    *("aten.cummax", "aten.cummin"),
 )
 
 
@@ -35,11 +53,11 @@ class TensorUse:
 
     Attributes:
         shape: Its shape.
-        dtype: Element type by PyTorch's name, such as ``bfloat16``.
-        memory: Number of the memory that it lies in; views share it.
-        bytes: Its bytes; each element of memory counts once however it is broadcast.
-        contiguous: Whether its elements lie in the order of its dimensions.
-        channels_last: Whether those of an image lie with the channels last instead.
+        dtype: PyTorch's name of the element type, such as ``bfloat16``.
+        memory: Number of its storage, which views share.
+        bytes: Its bytes; each element in memory counts once even if broadcast.
+        contiguous: Whether elements are stored in the order of its dimensions.
+        channels_last: Whether it is an image stored with the channels last.
     """
 
     shape: tuple[int, ...]
@@ -55,13 +73,13 @@ class AtenCall:
     """One operator that launches kernels.
 
     Attributes:
-        name: Such as ``aten.addmm``, without the overload.
+        name: Name without the overload, such as ``aten.addmm``.
         inputs: Tensors that it reads, in order.
-        outputs: Tensors that it writes; of an operator in place the one that it changes.
-        numbers: Arguments that are no tensors, in order.
+        outputs: Tensors that it writes; for an in-place operator the one that it changes.
+        numbers: Arguments that are not tensors, in order.
         phase: ``forward``, ``backward`` or ``optimizer``.
-        place: Where in the user's model it, or what it is the gradient of, belongs.
-        again: Whether a backward pass computes it again (activation checkpointing).
+        place: Position in the user's model of it, or of the operation whose gradient it is.
+        again: Whether a backward pass recomputes it (activation checkpointing).
     """
 
     name: str
@@ -73,13 +91,13 @@ class AtenCall:
     again: bool = False
 
     def whole(self, at: int) -> int:
-        """The whole number at a position of the numbers; from the end if it is negative."""
+        """Return the integer at an index of the numbers, from the end if negative."""
         value = self.numbers[at]
         assert isinstance(value, int), (self.name, value)
         return value
 
     def sizes(self, at: int) -> tuple[int, ...]:
-        """The list of whole numbers at a position of the numbers."""
+        """Return the list of integers at an index of the numbers."""
         values = self.numbers[at]
         assert isinstance(values, list | tuple), (self.name, values)
         return tuple(values)
@@ -87,17 +105,17 @@ class AtenCall:
 
 @dataclass(frozen=True, slots=True)
 class AttentionUse:
-    """A call of ``scaled_dot_product_attention``, as PyTorch chooses a kernel for it.
+    """A call of ``scaled_dot_product_attention``, by the inputs to PyTorch's choice of kernel.
 
     Attributes:
         query: Shape of the queries.
         key: Shape of the keys.
         value: Shape of the values.
-        dtype: Element type of the queries by PyTorch's name.
-        masked: Whether it has a mask as a tensor.
+        dtype: PyTorch's name of the queries' element type.
+        masked: Whether it has a mask tensor.
         causal: Whether ``is_causal`` is set.
         grouped: Whether ``enable_gqa`` is set.
-        dropout: Probability.
+        dropout: Dropout probability.
     """
 
     query: tuple[int, ...]
@@ -112,13 +130,13 @@ class AttentionUse:
 
 @dataclass(frozen=True, slots=True)
 class FunctionUse:
-    """A call of a function that is one kernel where PyTorch chooses it.
+    """A call of a function that is a single kernel if PyTorch chooses so.
 
     Attributes:
-        function: ``rms_norm``, ``lstm_cell`` or ``group_norm`` of an image that lies otherwise.
-        dtype: Element type of its input by PyTorch's name.
-        weight: Of its weight; empty if it has none.
-        channels_last: Whether it is an image that lies with the channels last.
+        function: ``rms_norm``, ``lstm_cell``, or ``group_norm`` of a channels-last image.
+        dtype: PyTorch's name of its input's element type.
+        weight: The same of its weight; empty if it has none.
+        channels_last: Whether it is an image stored with the channels last.
     """
 
     function: str
@@ -127,32 +145,25 @@ class FunctionUse:
     channels_last: bool = False
 
 
-#: Operators whose first tensor is what they write, or only tells a shape.
-_UNREAD = (
-    *("aten.copy_", "aten.fill_", "aten.zero_", "aten.uniform_", "aten.normal_", "aten.bernoulli_"),
-    *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.rand_like", "aten.randn_like"),
-    *("aten.new_zeros", "aten.new_ones", "aten.new_full"),
-)
-
-#: Whether one kernel does a call; else PyTorch's products and passes do.
+#: Whether a call is one kernel rather than PyTorch's products and passes.
 Fused: TypeAlias = Callable[[AttentionUse | FunctionUse], bool]
 
 
 @dataclass
 class Recording:
-    """What a program launches.
+    """The operators that a program launches.
 
     Attributes:
-        calls: In order.
-        kept: Memory that outlives the program: weights, gradients, outputs.
+        calls: Operators in order.
+        kept: Storages that outlive the program: weights, gradients, outputs.
         parameter_bytes: Bytes of parameters and buffers.
-        recurrent: Calls of the forward pass that are steps of recurrent layers, written out.
-        uses: Its calls of what may be one kernel, and whether each was taken to be one.
-        notes: What was taken otherwise than PyTorch decides it, and what would not be.
-        otherwise: What it launches under releases of PyTorch that choose other kernels of
-            attention, where these are written out.
-        storages: What it makes and frees in memory; ``None`` where that cannot be followed.
-        compiled: Names of modules and functions that the model itself gives to ``torch.compile``.
+        recurrent: Calls of the forward pass that are unrolled steps of recurrent layers.
+        uses: Calls that may be one kernel, and whether each was assumed to be.
+        notes: Deviations from PyTorch's decisions, and their conditions.
+        otherwise: The recording under PyTorch releases that choose other attention kernels, where
+            attention is written out.
+        storages: Memory allocated and freed; ``None`` if it cannot be tracked.
+        compiled: Names of modules and functions that the model itself passes to ``torch.compile``.
     """
 
     calls: list[AtenCall] = field(default_factory=list)
@@ -167,38 +178,38 @@ class Recording:
 
     @property
     def attention(self) -> dict[AttentionUse, bool]:
-        """The calls of attention among :attr:`uses`."""
+        """The attention calls among :attr:`uses`."""
         return {use: one for use, one in self.uses.items() if isinstance(use, AttentionUse)}
 
     def holds(self, fused: Fused) -> bool:
-        """Whether the program launches the same where other calls may be one kernel."""
+        """Return whether the program launches the same with another choice of single kernels."""
         return all(fused(use) == one for use, one in self.uses.items())
 
 
 class Recorder:
-    """Records calls and where in the program they are.
+    """Records calls and their position in the program.
 
     Attributes:
-        recording: What was written down.
-        place: Where in the model the next call belongs.
+        recording: The calls recorded so far.
+        place: Position of the next call in the model.
         phase: ``forward``, ``backward`` or ``optimizer``.
-        on: Whether calls are written down.
+        on: Whether calls are recorded.
         fused: Which calls are one kernel.
-        again: Whether the backward pass computes them again.
-        scopes: Modules that run, of one that is not exported.
+        again: Whether the backward pass recomputes them.
+        scopes: Running modules, for a module that is not exported.
     """
 
     def __init__(self, fused: Fused) -> None:
         self.recording, self.fused = Recording(), fused
         self.place, self.phase, self.on, self.again = Place(), FORWARD, True, False
         self.scopes: Scopes | None = None
-        # Places of autograd's nodes by their numbers.
+        # Positions of autograd's nodes by sequence number.
         self._places: dict[int, Place] = {}
-        # Held, so that no address is used again.
+        # Kept alive, so that no address is reused.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def chooses(self, use: AttentionUse | FunctionUse) -> bool:
-        """Whether a call is one kernel, which is noted."""
+        """Decide whether a call is one kernel, and record the decision."""
         return self.recording.uses.setdefault(use, self.fused(use))
 
     def write(
@@ -208,7 +219,7 @@ class Recorder:
         kwargs: Mapping[str, object],
         found: object,
     ) -> None:
-        """Write a call down, if it launches anything."""
+        """Record a call if it launches anything."""
         name = str(operator).rpartition(".")[0]
         self._note_place()
         if not self.on or operator.is_view or name.startswith(_HOST):
@@ -233,7 +244,7 @@ class Recorder:
     def write_library(
         self, name: str, given: Sequence[object], found: Sequence[object], sizes: tuple[int, ...]
     ) -> None:
-        """Write down a library's call that no operator of PyTorch stands for."""
+        """Record a library call that no operator of PyTorch represents."""
         import torch
 
         if not self.on:
@@ -258,12 +269,12 @@ class Recorder:
         return known or self.place
 
     def _note_place(self) -> None:
-        """Note where a call of a module that runs itself stands, also for its gradient."""
+        """Record the position of a call in a running module, also for its gradient."""
         import torch
 
         if self.scopes and self.scopes.running:
             self.place = self.scopes.place()
-            # The node of this call has been made, if there is one.
+            # The autograd node of this call, if any, was just created.
             self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.place)
 
     def _use(self, tensor: torch.Tensor) -> TensorUse:
@@ -274,19 +285,19 @@ class Recorder:
         return TensorUse(shape, dtype, own, memory, dense, lies_last(tensor))
 
     def memory(self, tensor: torch.Tensor) -> int:
-        """Number of the memory that a tensor lies in."""
+        """Return the number of a tensor's storage."""
         storage = tensor.untyped_storage()
         known = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
         return known[0]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """PyTorch's name of a tensor's element type, such as ``bfloat16``."""
+    """Return PyTorch's name of a tensor's element type, such as ``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def lies_last(tensor: torch.Tensor) -> bool:
-    """Whether the elements of an image lie with the channels last."""
+    """Return whether an image is stored with the channels last."""
     import torch
 
     image = tensor.dim() == 4 and not tensor.is_contiguous()
@@ -294,19 +305,19 @@ def lies_last(tensor: torch.Tensor) -> bool:
 
 
 def _changed(operator: torch._ops.OpOverload, args: Sequence[object]) -> list[torch.Tensor]:
-    """Tensors that an operator changes in place, whose schema says so, and returns nothing."""
+    """Return the tensors that an operator without results changes in place, by its schema."""
     own = operator._schema.arguments
-    # Fused optimisers write gradients only to undo a scale of theirs.
+    # Fused optimisers write gradients only to undo their scaling.
     named = [a.alias_info is not None and a.alias_info.is_write and a.name != "grads" for a in own]
     changed = [given for given, is_changed in zip(args, named, strict=False) if is_changed]
     return tensors_of(changed)
 
 
 def _check_formats(name: str, args: Sequence[object]) -> None:
-    """Refuse products of operands of unlike formats, as devices do and tensors without memory not.
+    """Reject products of different formats, as devices do but fake tensors do not.
 
     Raises:
-        ProgramError: The operands differ.
+        ProgramError: The formats differ.
     """
     import torch
 
@@ -320,13 +331,13 @@ def _check_formats(name: str, args: Sequence[object]) -> None:
 
 
 def laid_out(recorder: Recorder, name: str, args: tuple[object, ...]) -> tuple[object, ...]:
-    """Operands in the layout that devices want, which tensors without memory keep.
+    """Convert operands to the layout that devices require, which fake tensors do not do.
 
-    Convolutions have their images as their filters (``cudnn_conv_suggest_memory_format`` of
-    PyTorch's ConvUtils.h), group norms on GPUs theirs with the channels first (group_norm.cpp).
+    Convolutions use the filters' layout for images (``cudnn_conv_suggest_memory_format`` in
+    PyTorch's ConvUtils.h), group norms on GPUs use channels first (group_norm.cpp).
 
     Args:
-        recorder: Asked whether a group norm takes images as they lie.
+        recorder: Decides whether a group norm accepts channels-last images.
         name: An operator of :data:`_IMAGES`.
         args: Its operands.
     """
@@ -343,7 +354,7 @@ def laid_out(recorder: Recorder, name: str, args: tuple[object, ...]) -> tuple[o
         FunctionUse("group_norm", dtype_name(images[0]), channels_last=True)
     ):
         return args
-    # `contiguous` itself is no call here, but part of one.
+    # `contiguous` would be dispatched as a part of a call, not as a call.
     laid = (
         image
         if image.is_contiguous(memory_format=layout)
@@ -354,7 +365,7 @@ def laid_out(recorder: Recorder, name: str, args: tuple[object, ...]) -> tuple[o
 
 
 def watching(recorder: Recorder) -> AbstractContextManager[object]:
-    """A mode of PyTorch in which a recorder sees each call; made late, as PyTorch is imported."""
+    """Return a mode in which a recorder sees each call (PyTorch is imported late)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):  # type: ignore[misc]
@@ -366,10 +377,10 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
             kwargs: Mapping[str, object] | None = None,
         ) -> object:
             if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-                # A tensor that holds others, such as a quantised weight, says what it launches.
+                # A tensor that holds others, such as a quantised weight, dispatches its own calls.
                 return NotImplemented
             if str(operator).startswith("aten.to."):
-                # Quantised weights cast by it; it is a view by its schema, and may copy.
+                # Casts of quantised weights; a view by its schema, but it may copy.
                 with self:
                     return operator.decompose(*args, **(kwargs or {}))
             name = str(operator).removesuffix(".default")
@@ -382,21 +393,3 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
             return found
 
     return Mode()
-
-
-#: Images that operators take first, and want in a layout.
-_IMAGES = {
-    "aten.convolution": 1,
-    "aten.convolution_backward": 2,
-    "aten.native_group_norm": 1,
-}
-#: Operators that PyTorch runs on operands of one format alone.
-_ALIKE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
-#: Operators whose numbers matter for their time.
-_NUMBERED = (
-    *("aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather"),
-    *("aten.scatter", "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl"),
-    *("aten.index_add", "aten.index_reduce", "aten.index_copy", "aten.index_fill", "aten.put"),
-    *("aten.native_batch_norm", "aten.cumsum", "aten.cumprod", "aten.logcumsumexp"),
-    *("aten.cummax", "aten.cummin"),
-)

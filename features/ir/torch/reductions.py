@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,18 @@ from jax import lax
 
 from .table import TABLE, Call, Dims, as_dims, aten, enter, in_f32, plain
 
+#: A weight or bias, if there is one.
+_Parameter: TypeAlias = jax.Array | None
+#: Values and indices.
+_Pair: TypeAlias = tuple[jax.Array, jax.Array]
+
 
 def _typed(call: Call, x: jax.Array) -> jax.Array:
-    """The operand as it is summed: floats in their own type, since XLA accumulates in f32."""
+    """Convert integers to the result's type; floats keep theirs, since XLA accumulates in f32."""
     return x.astype(call.dtype) if not jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
-def _sums(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _reduced(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def translated(
         call: Call, x: jax.Array, dims: Dims = None, keep: bool = False, **_: object
     ) -> jax.Array:
@@ -25,26 +31,19 @@ def _sums(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return translated
 
 
-def _ends(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def translated(call: Call, x: jax.Array, dims: Dims = None, keep: bool = False) -> jax.Array:
-        return function(x, axis=as_dims(dims, x.ndim), keepdims=keep)
-
-    return translated
-
-
-enter({"sum": jnp.sum, "prod": jnp.prod, "mean": jnp.mean}, _sums)
-enter({"amax": jnp.max, "amin": jnp.min, "any": jnp.any}, _ends)
+enter({"sum": jnp.sum, "prod": jnp.prod, "mean": jnp.mean}, _reduced)
+enter({"amax": jnp.max, "amin": jnp.min, "any": jnp.any}, _reduced)
 
 
 def _extreme(
     best: Callable[..., jax.Array], place: Callable[..., jax.Array], other: Callable[..., jax.Array]
-) -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]]:
+) -> Callable[..., jax.Array | _Pair]:
     def translated(
         call: Call, x: jax.Array, dim: int | jax.Array | None = None, keep: bool = False
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+    ) -> jax.Array | _Pair:
         if dim is None:
             return best(x)
-        # With a tensor, the larger or smaller of both.
+        # With a tensor, the element-wise larger or smaller value.
         if isinstance(dim, jax.Array):
             return other(x, dim)
         return best(x, axis=dim, keepdims=keep), place(x, axis=dim, keepdims=keep)
@@ -72,7 +71,7 @@ def _var(
 @aten("var_mean")
 def _var_mean(
     call: Call, x: jax.Array, dims: Dims = None, *, keepdim: bool = False, **own: float | None
-) -> tuple[jax.Array, jax.Array]:
+) -> _Pair:
     mean = jnp.mean(x, axis=as_dims(dims, x.ndim), keepdims=keepdim)
     return _var(call, x, dims, keepdim=keepdim, **own), mean
 
@@ -92,14 +91,12 @@ def _norm(
     return jnp.sum(size**order, axis=axes, keepdims=keep) ** (1.0 / order)
 
 
-def _running(
-    best: Callable[..., jax.Array],
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    def translated(call: Call, x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+def _running(best: Callable[..., jax.Array]) -> Callable[..., _Pair]:
+    def translated(call: Call, x: jax.Array, dim: int) -> _Pair:
         axis = dim % x.ndim
         found = best(x, axis=axis)
         place = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        # Of equal values the last one, as in PyTorch.
+        # The last of equal values, as in PyTorch.
         return found, lax.cummax(jnp.where(x == found, place, 0), axis=axis)
 
     return translated
@@ -111,21 +108,17 @@ TABLE["aten.cummin"] = _running(lax.cummin)
 
 @aten("median")
 def _median(call: Call, x: jax.Array) -> jax.Array:
-    # The lower of the two in the middle, unlike NumPy's.
+    # The lower of the two middle values, unlike NumPy.
     return jnp.sort(x.reshape(-1))[(x.size - 1) // 2]
 
 
 @aten("median.dim")
-def _median_along(
-    call: Call, x: jax.Array, dim: int, keep: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def _median_along(call: Call, x: jax.Array, dim: int, keep: bool = False) -> _Pair:
     return _kthvalue(call, x, (x.shape[dim] - 1) // 2 + 1, dim, keep)
 
 
 @aten("kthvalue")
-def _kthvalue(
-    call: Call, x: jax.Array, k: int, dim: int = -1, keep: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def _kthvalue(call: Call, x: jax.Array, k: int, dim: int = -1, keep: bool = False) -> _Pair:
     place = jnp.take(jnp.argsort(x, axis=dim, stable=True), jnp.array([k - 1]), axis=dim)
     values = jnp.take_along_axis(x, place, axis=dim)
     return (values, place) if keep else (jnp.squeeze(values, dim), jnp.squeeze(place, dim))
@@ -140,7 +133,7 @@ def _cdist(call: Call, a: jax.Array, b: jax.Array, p: float, mode: int | None) -
 @aten("sort.default", "sort.stable")
 def _sort(
     call: Call, x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool = True
-) -> tuple[jax.Array, jax.Array]:
+) -> _Pair:
     order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, axis=dim), order
 
@@ -148,7 +141,7 @@ def _sort(
 @aten("topk")
 def _topk(
     call: Call, x: jax.Array, k: int, dim: int = -1, largest: bool = True, ordered: bool = True
-) -> tuple[jax.Array, jax.Array]:
+) -> _Pair:
     last = jnp.moveaxis(x, dim, -1)
     values, places = lax.top_k(last if largest else -last, k)
     found = values if largest else -values
@@ -156,36 +149,31 @@ def _topk(
 
 
 def _centred(x: jax.Array, axes: tuple[int, ...], eps: float) -> tuple[jax.Array, ...]:
-    """Normalised values, means and reciprocal deviations over dimensions, in 32 bits."""
+    """Return normalised values, means and reciprocal deviations over dimensions, in f32."""
     own = in_f32(x)
     mean = jnp.mean(own, axis=axes, keepdims=True)
     scale = lax.rsqrt(jnp.var(own, axis=axes, keepdims=True) + eps)
     return (own - mean) * scale, mean, scale
 
 
-def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+def _affine(x: jax.Array, weight: _Parameter, bias: _Parameter) -> jax.Array:
     scaled = x if weight is None else x * weight
     return scaled if bias is None else scaled + bias
 
 
 def _along(parameter: jax.Array, rank: int) -> jax.Array:
-    """A parameter of the channels, the second dimension, broadcast over the others."""
+    """Broadcast a per-channel parameter (second dimension) over the other dimensions."""
     return parameter.reshape((1, -1) + (1,) * (rank - 2))
 
 
-def _by_channel(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+def _by_channel(x: jax.Array, weight: _Parameter, bias: _Parameter) -> jax.Array:
     own = None if weight is None else _along(weight, x.ndim)
     return _affine(x, own, None if bias is None else _along(bias, x.ndim))
 
 
 @aten("native_layer_norm")
 def _layer_norm(
-    call: Call,
-    x: jax.Array,
-    shape: Sequence[int],
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    eps: float,
+    call: Call, x: jax.Array, shape: Sequence[int], weight: _Parameter, bias: _Parameter, eps: float
 ) -> tuple[jax.Array, ...]:
     found, mean, scale = _centred(x, tuple(range(x.ndim - len(shape), x.ndim)), eps)
     return _affine(found, weight, bias).astype(x.dtype), mean, scale
@@ -196,7 +184,7 @@ def _rms_norm(
     call: Call,
     x: jax.Array,
     shape: Sequence[int],
-    weight: jax.Array | None = None,
+    weight: _Parameter = None,
     eps: float | None = None,
 ) -> jax.Array:
     own = in_f32(x)
@@ -210,8 +198,8 @@ def _rms_norm(
 def _group_norm(
     call: Call,
     x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
+    weight: _Parameter,
+    bias: _Parameter,
     n: int,
     c: int,
     hw: int,
@@ -227,8 +215,8 @@ def _group_norm(
 def _batch_norm(
     call: Call,
     x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
+    weight: _Parameter,
+    bias: _Parameter,
     mean: jax.Array,
     var: jax.Array,
     momentum: float,
@@ -245,13 +233,13 @@ def _batch_norm(
 def _batch_norm_alone(
     call: Call,
     x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
+    weight: _Parameter,
+    bias: _Parameter,
     train: bool,
     momentum: float,
     eps: float,
 ) -> tuple[jax.Array, ...]:
-    """Normalise by the batch's own moments; returns them too, shape ``(channels,)`` each."""
+    """Normalise by the batch's moments and return these as well, shape ``(channels,)`` each."""
     found, mean, scale = _centred(x, (0, *range(2, x.ndim)), eps)
     out = _by_channel(found, weight, bias).astype(x.dtype)
     return out, mean.reshape(-1), scale.reshape(-1)
@@ -261,21 +249,21 @@ def _batch_norm_alone(
 def _batch_norm_train(
     call: Call,
     x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
+    weight: _Parameter,
+    bias: _Parameter,
     mean: jax.Array,
     var: jax.Array,
     train: bool,
     momentum: float,
     eps: float,
 ) -> tuple[jax.Array, ...]:
-    """Normalise by the batch's own moments, and move the running ones towards them."""
+    """Normalise by the batch's moments, and update the running moments."""
     if not train:
         same = _batch_norm(call, x, weight, bias, mean, var, momentum, eps)
         return (*same, mean, var)
     out, own, scale = _batch_norm_alone(call, x, weight, bias, train, momentum, eps)
     count = x.size // x.shape[1]
-    # The running variance is the unbiased one, unlike the result's variance.
+    # The running variance is unbiased, unlike the variance used for normalisation.
     spread = (1.0 / (scale * scale) - eps) * (count / max(count - 1, 1))
     moved = [
         (old * (1 - momentum) + momentum * new).astype(old.dtype)
@@ -305,7 +293,7 @@ enter(
 @aten("histc")
 def _histc(call: Call, x: jax.Array, bins: int = 100, low: float = 0, high: float = 0) -> jax.Array:
     values = x.astype(jnp.float32).reshape(-1)
-    # Equal ends stand for those of the data; the last bin holds its upper end.
+    # Equal bounds select the data's range; the last bin includes its upper bound.
     least, most = (low, high) if low != high else (values.min(), values.max())
     place = jnp.clip(jnp.floor((values - least) * bins / (most - least)), 0, bins - 1)
     inside = (values >= least) & (values <= most)

@@ -1,8 +1,8 @@
-"""Runs a program of PyTorch on tensors without memory, and records what it launches.
+"""Run PyTorch programs on tensors without memory, and record what they launch.
 
-A module runs as eager PyTorch runs it (``eager.py``); a file, an export, or a module that needs
-values to decide runs as its exported graph. Training steps go on backward through autograd and the
-optimiser's update, so that the backward pass is autograd's own, not a rule about it.
+A module runs as in eager PyTorch (``eager.py``); a file, an export, or a module whose decisions
+need values runs as its exported graph. Training steps continue through autograd and the optimiser's
+update, so the backward pass is autograd's own rather than a model of it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from .translate import is_checkpointed, place_of
 if TYPE_CHECKING:
     import torch
 
-#: Layers that a GPU has as one call of cuDNN, and that are recorded step by step.
+#: Recurrent layers, one cuDNN call on a GPU but recorded step by step.
 _RECURRENT = tuple(f"aten.{name}." for name in GATES)
-#: Functions of PyTorch, which modes of functions see, for operators of an export.
+#: Functions of PyTorch, as seen by function modes, for operators of an export.
 _FUNCTIONS = {
     "aten.scaled_dot_product_attention.default": "scaled_dot_product_attention",
     "aten.dropout.default": "dropout",
@@ -73,13 +73,13 @@ def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
     """
     try:
         with warnings.catch_warnings(), quiet(), paused_collection():
-            # About tensors without data, which nobody asked for.
+            # Warnings about tensors without data.
             warnings.simplefilter("ignore")
             return _recorded(program, fused)
     except ProgramError:
         raise
     except Exception as error:
-        # Tensors without memory have none of the classes that PyTorch keeps sparse values in.
+        # Fake tensors lack the classes in which PyTorch stores sparse values.
         if re.search(r"Sparse\w*TensorImpl", str(error)):
             made = "the program makes a sparse matrix"
             raise sparse_refusal(made, _line(error) or program.name) from error
@@ -98,7 +98,7 @@ def _recorded(program: TorchProgram, fused: Fused) -> Recording:
     try:
         return _as_eager(program, fused)
     except Exception as error:
-        # What a run cannot decide without data, an export may.
+        # An export may succeed where a run needs data to decide.
         try:
             found = _as_exported(program, fused)
         except ProgramError as refusal:
@@ -127,7 +127,7 @@ def _recorded(program: TorchProgram, fused: Fused) -> Recording:
 
 
 def _needs_values(error: Exception) -> bool:
-    """Whether a module asked for what a tensor without memory does not have."""
+    """Return whether a module read a value that a tensor without memory does not have."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -139,7 +139,7 @@ def _needs_values(error: Exception) -> bool:
 
 
 def _line(error: Exception) -> str:
-    """The innermost line of the user's own that an error comes from; empty if there is none."""
+    """Return the innermost line of user code that an error comes from; empty if none."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
@@ -173,7 +173,7 @@ def _as_eager(program: TorchProgram, fused: Fused) -> Recording:
 
 
 def _as_exported(program: TorchProgram, fused: Fused) -> Recording:
-    """Record an export, run node by node; what autograd makes of each is marked with its place."""
+    """Record an export run node by node, marking autograd's nodes with their positions."""
     fakes = Fakes.of_a_run()
     module, inputs = graph_on(fakes, program)
     log, start = Recorder(fused), 0
@@ -200,7 +200,7 @@ def _as_exported(program: TorchProgram, fused: Fused) -> Recording:
 
 
 def graph_on(fakes: Fakes, program: TorchProgram) -> tuple[torch.fx.GraphModule, list[object]]:
-    """The export of a program on tensors without memory, and its inputs."""
+    """Return the export of a program on tensors without memory, and its inputs."""
     module = export(program).program.module()
     fakes.replace(module)
     given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
@@ -214,12 +214,11 @@ def _steps(
     fakes: Fakes,
     forward: Callable[[], object],
 ) -> Recording:
-    """Record a forward pass, and of a training step what follows it."""
+    """Record a forward pass and, for a training step, what follows it."""
     import torch
 
     train = bool(program.train)
-    # The caller's default device may be another one.
-    # The CPU's own library has recurrent layers that GPUs do not have.
+    # The caller's default device may differ. MKL-DNN has recurrent layers that GPUs do not have.
     plain = torch.backends.mkldnn.flags(enabled=False)
     with plain, torch.device("cpu"), fakes.mode, watching(log), torch.set_grad_enabled(train):
         found = forward()
@@ -232,7 +231,7 @@ def _steps(
             loss.backward()
             optimizer = torch_optimizer(program.train, module)
             log.phase, log.on = OPTIMIZER, False
-            # The first step makes the moments.
+            # The first step allocates the moments.
             optimizer.step()
             log.on, log.place = True, Place("", 0, "optimizer")
             optimizer.step()
@@ -245,11 +244,11 @@ def _steps(
 
 
 def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
-    """Let the backward pass begin with what checkpointing computes again, into other memory.
+    """Prepend to the backward pass what checkpointing recomputes, into new memory.
 
-    PyTorch computes each region again when the backward pass comes to it, not all of them first;
-    that decides what they need of memory, not which kernels run. A region ends with what the
-    backward pass reads last of it (``set_checkpoint_early_stop``).
+    PyTorch recomputes each region when the backward pass reaches it, not all of them first; this
+    affects memory, not which kernels run. A region ends at the last value that the backward pass
+    reads from it (``set_checkpoint_early_stop``).
     """
     wanted = {t.memory for call in calls if call.phase != FORWARD for t in call.inputs}
     repeated: list[AtenCall] = []
@@ -257,7 +256,7 @@ def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
         if not wanted.isdisjoint(t.memory for t in call.outputs):
             repeated.insert(0, call)
             wanted |= {t.memory for t in call.inputs}
-    # Numbers below are taken; the memory of a region's own inputs is kept.
+    # Lower numbers are taken; a region's inputs keep their memory.
     free = 1 + max((t.memory for call in calls for t in (*call.inputs, *call.outputs)), default=0)
     moved = {t.memory: t.memory + free for call in repeated for t in call.outputs}
 
@@ -274,7 +273,7 @@ def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
 
 
 def _mark(node: torch.autograd.graph.Node | None, place: Place) -> None:
-    """Mark a node of autograd and what leads to it, as far as nothing is marked yet."""
+    """Mark an autograd node and its unmarked predecessors with a position."""
     front = [node]
     while front:
         own = front.pop()
@@ -294,9 +293,9 @@ def run_graph(
 
     Args:
         module: The graph.
-        inputs: What it is given.
-        before: Told of each call of a function before it runs.
-        after: Told of it and its results when it has run.
+        inputs: Its inputs.
+        before: Called with each function node before it runs.
+        after: Called with the node and its results after it ran.
     """
     import torch
 
@@ -314,7 +313,7 @@ def run_graph(
         ) -> object:
             name = getattr(target, "__name__", "")
             if name in WRAPPERS:
-                # Node by node, so that each has its own place.
+                # Node by node, so that each has its own position.
                 at = WRAPPERS[name]
                 with setting_of(name, args[:at]):
                     return run_graph(args[at], args[at + 1 :], before, after)

@@ -1,4 +1,4 @@
-"""ATen operators that make, view, move or look up values, in JAX."""
+"""ATen operators that create, view, move or look up values, in JAX."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from .table import Call, Operand, Scalar, Translation, aten, enter, plain
 
-#: What an array is indexed with in one dimension.
+#: Index of an array in one dimension.
 _Place = slice | int | jax.Array
 
-#: Modes of bags of embeddings by PyTorch's numbers; 0 is a sum.
+#: PyTorch's numbers for modes of embedding bags; 0 is a sum.
 _MEAN, _MAX = 1, 2
 
 
 @aten("cat")
 def _cat(call: Call, parts: Sequence[jax.Array], dim: int = 0) -> jax.Array:
-    # An empty vector joins anything in PyTorch.
+    # PyTorch allows an empty vector to be concatenated with anything.
     full = [p.astype(call.dtype) for p in parts if p.shape != (0,)] or list(parts)
     return jnp.concatenate(full, dim)
 
@@ -39,7 +39,7 @@ def _at(x: jax.Array, dim: int, place: _Place) -> tuple[_Place, ...]:
 def _range(
     x: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[_Place, ...]:
-    """What a slice of a dimension indexes an array with; arguments as of ``aten.slice``."""
+    """Return the index for a slice of a dimension; arguments as in ``aten.slice``."""
     # PyTorch's "to the end" is the largest int64.
     size = x.shape[dim]
     stop = size if end is None or end >= size else end
@@ -73,14 +73,14 @@ def _index_put(
 
 
 def _leading(x: jax.Array, index: jax.Array, dim: int) -> jax.Array:
-    """The part that an index of a smaller shape reaches."""
+    """Return the part of an array that an index of a smaller shape covers."""
     return x[
         tuple(slice(None) if d == dim % x.ndim else slice(0, n) for d, n in enumerate(index.shape))
     ]
 
 
 def _covered(new: jax.Array, index: jax.Array) -> jax.Array:
-    """The part of new values that an index has places for."""
+    """Return the part of new values for which an index has entries."""
     return new[tuple(slice(0, n) for n in index.shape)]
 
 
@@ -96,8 +96,8 @@ def _scatter(call: Call, x: jax.Array, dim: int, index: jax.Array, new: Operand)
     return x.at[_grid(x, dim, index)].set(values)
 
 
-#: Reductions of :func:`_scatter_reduce`: how values meet, and what changes none; a mean is a sum,
-#: divided afterwards.
+#: Reductions of :func:`_scatter_reduce` with their neutral values; a mean is a sum that is divided
+#: afterwards.
 _SCATTERS = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -np.inf, "amin": np.inf}
 
 
@@ -127,7 +127,7 @@ def _scatter_reduce(
     if reduce == "sum":
         return total
     count = jnp.full(x.shape, int(include_self)).at[grid].add(1)
-    # What no value meets stays.
+    # Elements without new values stay.
     return jnp.where(count > 0, total / jnp.maximum(count, 1), total).astype(x.dtype)
 
 
@@ -144,7 +144,7 @@ def _embedding_bag(
     last: bool = False,
     padding: int = -1,
 ) -> tuple[jax.Array, ...]:
-    """Sums, means or maxima of the rows of each bag; a bag is from its offset to the next one."""
+    """Return sums, means or maxima of each bag's rows; a bag extends to the next offset."""
     bags = call.shape[0]
     bag = jnp.searchsorted(offsets[:bags], jnp.arange(index.shape[0]), side="right") - 1
     rows = jnp.take(table, index, axis=0, mode="clip")
@@ -159,12 +159,12 @@ def _embedding_bag(
         ones = jnp.broadcast_to(counted[:, 0], index.shape).astype(total.dtype)
         size = jax.ops.segment_sum(ones, bag, bags, indices_are_sorted=True)
         total = total / jnp.maximum(size, 1)[:, None]
-    # Which bag a row belongs to is kept for gradients; the translation refuses to unpack it.
+    # Indices of bags are kept only for gradients; the translation rejects unpacking them.
     return (total,)
 
 
 def _pairs(x: jax.Array, pads: Sequence[int]) -> list[tuple[int, int]]:
-    """Padding of every dimension; PyTorch lists pairs from the last dimension on."""
+    """Return the padding of every dimension; PyTorch lists pairs from the last dimension on."""
     pairs = list(zip(pads[::2], pads[1::2], strict=True))
     return [(0, 0)] * (x.ndim - len(pairs)) + pairs[::-1]
 
@@ -228,7 +228,7 @@ enter(
     },
     plain,
 )
-#: Functions of the call, and of the operator's own arguments.
+#: Functions of the call and the operator's own arguments.
 _OF_CALL: dict[str, Translation] = {
     "view view_copy": lambda call, x, *_: (
         x.reshape(call.shape) if x.dtype == call.dtype else x.view(call.dtype)

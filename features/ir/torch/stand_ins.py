@@ -1,7 +1,7 @@
-"""What stands for functions that a GPU has as one kernel and the CPU has not.
+"""Replacements for functions with a single GPU kernel but none on the CPU.
 
-Attention, dropout, norms, cells and stacks of recurrent layers: results without data, and the call
-that a GPU runs, forward and backward.
+For attention, dropout, norms, recurrent cells and layers, they return results without data and
+record the call that a GPU runs, forward and backward.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 #: Arguments of ``scaled_dot_product_attention`` in order.
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _NORM, _NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
-#: Function of PyTorch: gates of a cell.
+#: Gates of a cell by function of PyTorch.
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 RNN, RNN_BACKWARD = "cudnn.rnn", "cudnn.rnn_backward"
-#: Writes down a call by its name, operands, results and sizes.
+#: Records a call by its name, operands, results and sizes.
 Write: TypeAlias = Callable[[str, Sequence[object], Sequence[object], tuple[int, ...]], None]
 
 
@@ -30,14 +30,14 @@ class Sizes(NamedTuple):
     """Sizes of a stack of recurrent layers.
 
     Attributes:
-        gates: Of a cell.
-        layers: Their number.
-        directions: 2 of bidirectional ones.
+        gates: Gates of a cell.
+        layers: Number of layers.
+        directions: 2 if bidirectional, else 1.
         steps: Positions of a sequence.
         batch: Sequences.
         given: Width of the input.
         hidden: Width of a cell.
-        shown: Width of what it returns, narrower than ``hidden`` if it is projected.
+        shown: Width of the output, less than ``hidden`` if projected.
     """
 
     gates: int
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 
 
 def _recurrent(name: str, write: Write) -> Callable[..., object]:
-    """What stands for a recurrent function: its results without data, and one call written down."""
+    """Return a replacement for a recurrent function, recorded as one call without data."""
     import torch
 
     class Layer(torch.autograd.Function):  # type: ignore[misc]
@@ -90,9 +90,9 @@ def _recurrent(name: str, write: Write) -> Callable[..., object]:
 
 
 def _rms_norm(write: Write) -> Callable[..., torch.Tensor]:
-    """What stands for the function: its result without data, and one call written down.
+    """Return a replacement for the function, recorded as one call without data.
 
-    It takes over how many dimensions the norm goes, its input, and its weight or ``None``.
+    Its arguments are the number of normalised dimensions, the input, and the weight or ``None``.
     """
     import torch
 
@@ -105,7 +105,7 @@ def _rms_norm(write: Write) -> Callable[..., torch.Tensor]:
             weight: torch.Tensor | None,
         ) -> torch.Tensor:
             found = given.new_empty(given.shape)
-            # A factor of each row, which the gradient reads again.
+            # A factor per row, which the gradient reads again.
             rows = (*given.shape[: given.dim() - over], *[1] * over)
             factors = given.new_empty(rows, dtype=torch.float32)
             ctx.save_for_backward(given, factors, weight)
@@ -127,22 +127,22 @@ def _rms_norm(write: Write) -> Callable[..., torch.Tensor]:
 
 
 def stands(log: Recorder) -> dict[str, Stand]:
-    """What stands for functions of PyTorch by name, for calls that a recorder writes down."""
+    """Return replacements for functions of PyTorch by name, recorded in ``log``."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attention(function: Callable[..., object], *args: object, **kwargs: object) -> object:
         given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
         one = log.chooses(_attention_use(given))
-        # Fused attention draws its dropout itself, at little cost.
+        # Fused attention generates its dropout itself, at little cost.
         given.pop("dropout_p", None)
         if not one:
-            # The products and passes that PyTorch writes it out as.
+            # PyTorch's decomposition into products and passes.
             with sdpa_kernel(SDPBackend.MATH):
                 return function(**given)
         mask = given.get("attn_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 3:
-            # The CPU's kernel takes masks of two and four dimensions alone, a GPU's any.
+            # The CPU kernel accepts only masks of two and four dimensions, a GPU any.
             given["attn_mask"] = mask.unsqueeze(0)
         return function(**given)
 
@@ -190,7 +190,7 @@ def stands(log: Recorder) -> dict[str, Stand]:
 
 
 def _attention_use(given: Mapping[str, object]) -> AttentionUse:
-    """A call of attention by its arguments."""
+    """Describe a call of attention by its arguments."""
     import torch
 
     query, key, value, mask, dropout, causal = (given.get(name) for name in _ATTENTION)

@@ -1,7 +1,7 @@
-"""Which tensors a PyTorch program has in memory, in the order in which it makes and frees them.
+"""Track which tensors a PyTorch program allocates and frees, in order.
 
-A module is run itself, on tensors without memory: what its own frames, autograd's graph, autocast's
-copies and checkpoints hold on to is held as in a real run. An export, whose frames are gone, frees
+The module itself runs on tensors without memory, so values held by its frames, autograd's graph,
+autocast's copies and checkpoints stay alive as in a real run. An export, which has no frames, frees
 each value after its last use.
 """
 
@@ -28,10 +28,10 @@ from .translate import place_of
 if TYPE_CHECKING:
     import torch
 
-#: What a storage is for.
+#: Purposes of a storage.
 WEIGHTS, INPUTS, GRADIENTS = "weights", "inputs", "gradients"
 STATES, ACTIVATIONS, WORKSPACE = "optimizer", "activations", "workspace"
-#: Operators whose results are constants of the host, such as ``torch.tensor(0.5)``.
+#: Operators whose results are host constants, such as ``torch.tensor(0.5)``.
 _CONSTANTS = ("aten.lift_fresh", "aten._local_scalar_dense")
 #: Operators that call cuBLAS, whose workspace stays allocated.
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
@@ -41,10 +41,10 @@ class Storage(NamedTuple):
     """Memory of a tensor and its views.
 
     Attributes:
-        bytes: Its size.
-        kind: What it is for, such as :data:`WEIGHTS`.
-        line: ``file:line`` of the model that made it; empty in a backward pass.
-        name: Operator that made it.
+        bytes: Size.
+        kind: Purpose, such as :data:`WEIGHTS`.
+        line: ``file:line`` of the model that allocated it; empty in a backward pass.
+        name: Operator that allocated it.
     """
 
     bytes: int
@@ -58,12 +58,12 @@ class StorageLog:
     """Storages of a forward pass or of a training step.
 
     Attributes:
-        storages: By number.
-        events: Numbers of storages that are made and, as ``~number``, of those that are freed: of a
-            forward pass, or of two steps of training, since moments are there from the second on.
+        storages: Storages by number.
+        events: Numbers of allocated storages and, as ``~number``, of freed ones: of a forward pass,
+            or of two training steps, since moments exist from the second on.
         batch: First dimension of the first input; 0 if it has none.
-        framed: Whether the module's own frames held what they hold.
-        products: Whether products of cuBLAS are among the operators.
+        framed: Whether the module's own frames kept values alive.
+        products: Whether cuBLAS products are among the operators.
         train: Whether it is a training step.
     """
 
@@ -75,7 +75,7 @@ class StorageLog:
     train: bool = False
 
     def peak(self) -> int:
-        """Most bytes that are held at one time, before any rounding."""
+        """Return the most bytes held at one time, before any rounding."""
         now = most = 0
         for event in self.events:
             now += self.storages[event].bytes if event >= 0 else -self.storages[~event].bytes
@@ -84,23 +84,23 @@ class StorageLog:
 
 
 def log_storages(program: TorchProgram, fused: Fused = lambda _: True) -> StorageLog:
-    """Follow the storages of a program.
+    """Track the storages of a program.
 
     Args:
         program: The program.
-        fused: Which calls are one kernel, of attention one that keeps no scores.
+        fused: Which calls are one kernel; fused attention keeps no scores.
 
     Raises:
         ProgramError: The program cannot be run without data.
     """
     with warnings.catch_warnings():
-        # About tensors without data, which nobody asked for.
+        # Warnings about tensors without data.
         warnings.simplefilter("ignore")
         if _is_module(program.source):
             try:
                 return _Run(program, fused).by_module()
             except Exception:
-                # Branches on data, or tensors that the module hides: its export has neither.
+                # Branches on data, or tensors hidden in the module: its export has neither.
                 pass
         try:
             return _Run(program, fused).by_export()
@@ -127,7 +127,7 @@ class _Run:
         self.fakes = Fakes.of_a_run()
 
     def by_module(self) -> StorageLog:
-        """Run the module itself, a copy whose tensors have no memory."""
+        """Run a copy of the module whose tensors have no memory."""
         import torch
 
         module = self.program.source
@@ -163,7 +163,7 @@ class _Run:
     def _follow(
         self, module: torch.nn.Module, forward: Callable[[_Watch], object], inputs: object
     ) -> StorageLog:
-        """Run forward, or whole steps, and note what is made and freed."""
+        """Run a forward pass, or whole steps, and record allocations and frees."""
         import torch
 
         watch = _Watch(StorageLog(train=bool(self.program.train)))
@@ -171,7 +171,7 @@ class _Run:
         tensors = tensors_of(inputs)
         watch.hold(tensors, INPUTS)
         watch.log.batch = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
-        # The CPU's own library has recurrent layers that GPUs do not have.
+        # MKL-DNN has recurrent layers that GPUs do not have.
         plain = torch.backends.mkldnn.flags(enabled=False)
         as_on_gpus = standing_in(stands(Recorder(self.fused)))
         decided = deciding_without_values(self.program.kwargs)
@@ -209,14 +209,14 @@ class _Run:
 
 
 def _two_steps(log: StorageLog, start: int, step: int, later: int) -> list[int]:
-    """Events of two steps of training.
+    """Return the events of two training steps.
 
     Args:
-        log: With a forward and a backward pass from ``start`` on, an update that makes the moments
-            from ``step`` on, and one that finds them from ``later`` on.
-        start: Place among the events.
-        step: Another.
-        later: The last.
+        log: Forward and backward pass from ``start``, an update that allocates the moments from
+            ``step``, and an update that reuses them from ``later``.
+        start: Index of an event.
+        step: Index of an event.
+        later: Index of an event.
     """
     passes, made, update = log.events[start:step], log.events[step:later], log.events[later:]
     freed = {~e for e in (*passes, *made, *update) if e < 0}
@@ -235,19 +235,19 @@ def _two_steps(log: StorageLog, start: int, step: int, later: int) -> list[int]:
 
 
 class _Watch:
-    """Notes storages when an operator makes them and when the last tensor in them is gone."""
+    """Records storages when an operator allocates them and when their last tensor dies."""
 
     def __init__(self, log: StorageLog) -> None:
         self.log, self.on, self.forward, self.line = log, True, True, ""
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def hold(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Note tensors that are there before the program runs."""
+        """Record tensors that exist before the program runs."""
         for tensor in tensors:
             self._note(tensor, kind, "", "")
 
     def relabel(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Say what tensors that were made are for."""
+        """Set the purpose of allocated tensors."""
         for tensor in tensors:
             known = self._known.get(tensor.untyped_storage()._cdata)
             if known is not None:
@@ -256,7 +256,7 @@ class _Watch:
     def see(
         self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        """Note what an operator made."""
+        """Record the results of an operator."""
         if not self.on or name.startswith(_CONSTANTS):
             return
         self.log.products |= name.startswith(_PRODUCTS)
@@ -287,12 +287,12 @@ class _Watch:
 def _scratch(
     name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Iterator[int]:
-    """Bytes that an operator's kernels take for themselves while they run.
+    """Yield the bytes of workspace that an operator's kernels use while they run.
 
-    Fused attention adds the gradient of queries up in f32 (FlashAttention's ``dq_accum``). Matrix
-    units take images with the channels last: cuDNN copies others of 16 bits, and results, there and
-    back (its kernels ``nchwToNhwc`` and ``nhwcToNchw``), but for depthwise convolutions, which
-    PyTorch has direct kernels for.
+    Fused attention accumulates the queries' gradient in f32 (FlashAttention's ``dq_accum``). Matrix
+    units need channels-last images: cuDNN converts other 16-bit images and results there and back
+    (its kernels ``nchwToNhwc`` and ``nhwcToNchw``), except for depthwise convolutions, for which
+    PyTorch has direct kernels.
     """
     import torch
 
@@ -308,13 +308,13 @@ def _scratch(
 
 
 def _line() -> str:
-    """The innermost line that runs of a model."""
+    """Return the innermost running line of the model."""
     frame = users_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
 def _watching(watch: _Watch) -> AbstractContextManager[object]:
-    """A mode of PyTorch in which a watch sees each call; made late, as PyTorch is imported."""
+    """Return a mode in which ``watch`` sees each call (PyTorch is imported late)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""The table of ATen operators that are translated, the element-wise ones first.
+"""The table of ATen translations, with the element-wise operators.
 
-Each is told about its call; operators of other kinds are in the modules beside this one.
+Each translation receives its :class:`Call`; other operators are in the neighbouring modules.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from jax.typing import DTypeLike
 Scalar: TypeAlias = bool | int | float | complex
 #: An operand of element-wise operators: an array for a tensor, or a number.
 Operand: TypeAlias = jax.Array | Scalar
-#: Dimensions that an operator goes over; nothing for all of them.
+#: Dimensions that an operator covers; ``None`` for all.
 Dims: TypeAlias = int | Sequence[int] | None
-#: What an operator gives: a tensor, or several; those that JAX does not compute are left out.
+#: Results of an operator: one tensor or several; those that JAX does not compute are omitted.
 Result: TypeAlias = jax.Array | Sequence[jax.Array | None]
-#: A translated operator: its call, then the operator's own arguments with arrays for tensors.
+#: A translated operator: takes its call, then the operator's arguments with arrays for tensors.
 Translation: TypeAlias = Callable[..., Result]
 _F = TypeVar("_F", bound=Translation)
 _R = TypeVar("_R", bound=Result)
+_T = TypeVar("_T")
 #: Translations by the operator's name, with or without its overload.
 TABLE: dict[str, Translation] = {}
-#: Factorisations and solvers that are not called ``linalg``, and the reductions that are.
+#: Factorisations and solvers outside ``linalg``, and in it; exceptions below.
 _SOLVERS = (
     *("aten.cholesky", "aten.triangular_solve", "aten.geqrf", "aten.ormqr", "aten.orgqr"),
     *("aten.lu_", "aten._linalg", "aten.linalg_"),
@@ -57,7 +58,7 @@ class Call:
 
 
 def aten(*names: str) -> Callable[[_F], _F]:
-    """Enter a function into the table under names of operators, such as ``add`` or ``max.dim``."""
+    """Register a function under names of operators, such as ``add`` or ``max.dim``."""
 
     def enter(function: _F) -> _F:
         for name in names:
@@ -71,19 +72,19 @@ def enter(
     functions: Mapping[str, Callable[..., _R]],
     kind: Callable[[Callable[..., _R]], Translation] | None = None,
 ) -> None:
-    """Enter functions into the table.
+    """Register functions in the table.
 
     Args:
-        functions: Functions by the operators' names, several of them separated by spaces.
-        kind: Makes a function of JAX a translation: :func:`plain`, or what gives the operands
-            their types. By default the functions are translations already.
+        functions: Functions by operator names, several of them separated by spaces.
+        kind: Converts a function of JAX to a translation: :func:`plain`, or one that casts the
+            operands. By default the functions are translations already.
     """
     for names, function in functions.items():
         aten(*names.split())(kind(function) if kind else function)
 
 
 def plain(function: Callable[..., Result]) -> Translation:
-    """Translate an operator by a function of the operator's own arguments."""
+    """Translate an operator by a function of the operator's arguments."""
 
     def translated(call: Call, *args: object, **kwargs: object) -> Result:
         return function(*args, **kwargs)
@@ -92,12 +93,12 @@ def plain(function: Callable[..., Result]) -> Translation:
 
 
 def find(target: str) -> Translation | None:
-    """Find the translation of ``aten.add.Tensor``: of this overload, else of the operator."""
+    """Find the translation of an overload such as ``aten.add.Tensor``, else of the operator."""
     return TABLE.get(target) or TABLE.get(target.rpartition(".")[0])
 
 
 def as_dims(dims: Dims, rank: int) -> tuple[int, ...]:
-    """Dimensions as non-negative numbers; all of them if none are given."""
+    """Return dimensions as non-negative numbers; all of them if none are given."""
     given = [dims] if isinstance(dims, int) else dims
     if not given:
         return tuple(range(rank))
@@ -105,18 +106,16 @@ def as_dims(dims: Dims, rank: int) -> tuple[int, ...]:
 
 
 def in_f32(x: jax.Array) -> jax.Array:
-    """The array in at least 32 bits, in which PyTorch's kernels accumulate."""
+    """Widen an array to at least 32 bits, in which PyTorch's kernels accumulate."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def is_solver(name: str) -> bool:
-    """Whether an operator is a factorisation or a solver, whose time nothing predicts either."""
+    """Return whether an operator is a factorisation or solver, which no model predicts."""
     return name.startswith(_SOLVERS) and not name.startswith(_NO_SOLVERS)
 
 
-_T = TypeVar("_T")
-
-#: Operators that JAX's NumPy has under their names.
+#: Operators with the same name in JAX's NumPy.
 _SAME_NAME = (
     *("abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil"),
     *("cos", "cosh", "exp", "exp2", "expm1", "floor", "isinf", "isnan", "log", "log10", "log1p"),
@@ -147,7 +146,7 @@ _BINARY: dict[str, Callable[..., jax.Array]] = {
     "bitwise_left_shift": jnp.left_shift,
     "bitwise_right_shift": jnp.right_shift,
 }
-#: Functions of an operator's own arguments, in PyTorch's order.
+#: Functions of an operator's arguments, in PyTorch's order.
 _PLAIN: dict[str, Callable[..., jax.Array]] = {
     "eq": jnp.equal,
     "ne": jnp.not_equal,
@@ -168,7 +167,7 @@ _PLAIN: dict[str, Callable[..., jax.Array]] = {
 
 def _unary(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def translated(call: Call, x: jax.Array) -> jax.Array:
-        # Integers become floats first: JAX would choose the type by its own rules. The result
+        # Integers become floats first, since JAX would choose the type by its own rules. The result
         # of a complex operand may be real.
         cast = call.inexact and not jnp.iscomplexobj(x)
         return function(x.astype(call.dtype) if cast else x)
@@ -177,7 +176,7 @@ def _unary(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _typed(call: Call, x: _T) -> _T | jax.Array:
-    """An operand in the result's type: in PyTorch a tensor of no dimensions widens nothing."""
+    """Cast an operand to the result's type: in PyTorch a 0-d tensor does not widen others."""
     return x.astype(call.dtype) if isinstance(x, jax.Array) else x
 
 
@@ -234,10 +233,10 @@ def _elu(
     return jnp.where(x > 0, x * scale, jnp.expm1(jnp.minimum(x, 0) * inner) * (alpha * scale))
 
 
-#: Functions of the call, and of the operator's own arguments.
+#: Functions of the call and the operator's own arguments.
 _OF_CALL: dict[str, Translation] = {
     "where": lambda call, chosen, x, y: jnp.where(chosen, _typed(call, x), _typed(call, y)),
-    # PyTorch truncates floats, as JAX does; booleans are whatever is not zero.
+    # PyTorch truncates floats, as JAX does; booleans are true for any nonzero value.
     "_to_copy": lambda call, x, **_: x != 0 if call.dtype == jnp.bool_ else x.astype(call.dtype),
     "clone alias detach_ lift_fresh_copy": lambda call, x, *_, **__: x.astype(call.dtype),
 }

@@ -1,4 +1,4 @@
-"""Full training steps of exported modules: forward, loss, backward and the optimiser's update."""
+"""Full training steps of exported modules: forward, loss, backward and optimiser update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _Named: TypeAlias = dict[str, jax.Array]
 #: Inputs of a step: the module's, and the labels of the loss.
 _Inputs: TypeAlias = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
-#: The outputs of a module.
+#: Outputs of a module.
 _Outputs: TypeAlias = tuple[object, ...]
 
 _OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -35,7 +35,7 @@ assert tuple(_OPTIMIZERS) == RULES
 
 
 class Translated:
-    """A program of PyTorch in JAX.
+    """A PyTorch program in JAX.
 
     Args:
         program: The program.
@@ -50,17 +50,17 @@ class Translated:
 
     @property
     def recomputes(self) -> bool:
-        """Whether PyTorch computes parts again for its gradients, which the function does not."""
+        """Whether PyTorch recomputes parts for its gradients, which the JAX function does not."""
         nodes = self.forward.graph.graph.nodes
         return bool(self._program.train) and any(map(is_checkpointed, nodes))
 
     def call(self) -> FunctionCall:
-        """The function with its (abstract) arguments; a new one each time.
+        """Return the function with its abstract arguments, a new one on each call.
 
-        JAX remembers what it traced of a function, but attention is traced for each platform anew.
+        JAX caches traces by function, but attention has to be traced anew for each platform.
 
         Raises:
-            ProgramError: The outputs are no loss to train by.
+            ProgramError: The outputs do not include a loss to train with.
         """
         program = self._program
         return _step(self.forward, program) if program.train else _inference(self.forward)
@@ -82,7 +82,7 @@ def _inference(forward: Forward) -> FunctionCall:
 
     arguments = (forward.parameters, forward.state, forward.inputs, *_key(forward))
     run.__name__ = "forward"
-    # Buffers that change, such as caches of keys and values, change in place.
+    # Buffers that change, such as KV caches, change in place.
     return FunctionCall(jax.jit(run, donate_argnums=1), arguments, {}, forward.exported.name)
 
 
@@ -126,7 +126,7 @@ def _step(forward: Forward, program: TorchProgram) -> FunctionCall:
 
 
 def output_types(forward: Forward) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and types of a module's outputs, as ``jax.ShapeDtypeStruct``; tensors alone."""
+    """Return shapes and types of a module's tensor outputs."""
     values = [node.meta["val"] for node in output_nodes(forward) if "val" in node.meta]
     where = forward.exported.name
     return tuple(
@@ -137,7 +137,7 @@ def output_types(forward: Forward) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def output_nodes(forward: Forward) -> list[torch.fx.Node]:
-    """Nodes of the graph that are the user's outputs."""
+    """Return the nodes of the graph that are the user's outputs."""
     found = next(n for n in forward.graph.graph.nodes if n.op == "output").args[0]
     kinds = forward.graph.graph_signature.output_specs
     pairs = zip(found, kinds, strict=True)
@@ -149,7 +149,7 @@ def _loss(
 ) -> tuple[
     Callable[[_Outputs, tuple[jax.Array, ...]], jax.Array], tuple[jax.ShapeDtypeStruct, ...]
 ]:
-    """The loss as a function of outputs and labels, and the labels' shapes."""
+    """Return the loss as a function of outputs and labels, and the labels' shapes."""
     outputs = output_types(forward)
     first = outputs[0] if outputs else None
     where = forward.exported.name
@@ -158,8 +158,7 @@ def _loss(
         return lambda found, _: _tensors(found)[0].reshape(()).astype(jnp.float32), ()
     if loss == "sum":
         return _sum, ()
-    # There is a label for every output position; the classes are the last dimension, as in language
-    # models.
+    # A label per output position; classes are the last dimension, as in language models.
     if loss == "cross_entropy":
         assert first is not None
         labels = jax.ShapeDtypeStruct(first.shape[:-1], jnp.int32)

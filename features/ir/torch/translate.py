@@ -1,4 +1,4 @@
-"""From an exported graph to a JAX function whose operators keep the model's lines and modules."""
+"""Convert an exported graph to a JAX function that keeps the model's lines and modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from ....common.errors import ProgramError
-from . import products, reductions, shapes
+from . import products, reductions, shapes  # noqa: F401 (register translations)
 from .decomposition import WRAPPERS, decomposed
 from .eager import Place, is_users
 from .export import Exported, jax_dtype
@@ -25,22 +25,21 @@ from .table import Call, Result, find, is_solver
 if TYPE_CHECKING:
     import torch
 
-# The translations stand where the model's own lines are wanted.
+# Frames of the translations are excluded, so that the model's own lines are reported.
 for _own in ("features/ir", "predict", "cli", "__main__.py"):
     source_info_util.register_exclusion(str(Path(__file__).parents[3] / _own))
-#: Operators on sparse matrices; those of two values in four are products of libraries.
+#: Operators on sparse matrices; 2:4 sparsity is a library product and not included.
 _SPARSE = re.compile(r"aten\._?(to_sparse|sparse_(?!semi))")
-_MODULES = (products, reductions, shapes)
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
-#: Matches the line of a user's model that calls ``torch.utils.checkpoint`` or a wrapper of it. An
-#: export has what is computed there, but not that it is computed again.
+#: Matches a line of a model that calls ``torch.utils.checkpoint`` or a wrapper of it. An export
+#: contains what is computed there, but not that it is recomputed.
 _CHECKPOINT = re.compile(r"checkpoint\w*\(")
-#: Arguments that place a tensor in PyTorch and mean nothing in JAX.
+#: Arguments that place a tensor in PyTorch and have no meaning in JAX.
 _PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
 
 
 def place_of(node: torch.fx.Node) -> Place:
-    """The user's line and modules of a node of an FX graph."""
+    """Return the user's line and modules of a node of an FX graph."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     # Outermost first, down to PyTorch's own modules.
     own = [f for f in frames if is_users(f[0])]
@@ -48,7 +47,7 @@ def place_of(node: torch.fx.Node) -> Place:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     names, before = [], ""
     for path, kind in stack:
-        # The outermost has no name but its class.
+        # The outermost module has only its class as a name.
         text = kind if isinstance(kind, str) else kind.__name__
         names.append(path.removeprefix(before).lstrip(".") if path else text.rpartition(".")[2])
         before = path
@@ -56,7 +55,7 @@ def place_of(node: torch.fx.Node) -> Place:
 
 
 def is_checkpointed(node: torch.fx.Node) -> bool:
-    """Whether activation checkpointing computes a node of an FX graph again."""
+    """Return whether activation checkpointing recomputes a node of an FX graph."""
     return bool(_CHECKPOINT.search(node.meta.get("stack_trace") or ""))
 
 
@@ -66,9 +65,9 @@ def _through(function: Callable[..., Result], *args: object, **kwargs: object) -
 
 @cache
 def _frame(file: str, line: int) -> Callable[..., Result]:
-    """A function that calls another one, and stands in tracebacks at a line of a file."""
+    """Return a function that calls another and appears in tracebacks at a line of a file."""
     code = _through.__code__
-    # Its only line is the one below its first.
+    # Its only line is the one after its first.
     moved = code.replace(co_filename=file, co_firstlineno=line - 1, co_name="forward")
     return FunctionType(moved, {})
 
@@ -102,7 +101,7 @@ class Forward:
             parameters: Parameters, constants, and buffers that do not change, by name.
             state: Buffers that change.
             inputs: The user's tensors, in order.
-            key: For random numbers; needed if :attr:`random`.
+            key: Random key; required if :attr:`random`.
 
         Returns:
             The user's outputs, flat, and the buffers after the pass.
@@ -130,12 +129,12 @@ class Forward:
 
     @cached_property
     def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What :meth:`__call__` takes as parameters."""
+        """Parameters of :meth:`__call__`, by name."""
         return {n: t for n, t in self._held.items() if n not in self._changing}
 
     @cached_property
     def state(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What :meth:`__call__` takes as state."""
+        """State of :meth:`__call__`, by name."""
         return {n: t for n, t in self._held.items() if n in self._changing}
 
     @cached_property
@@ -169,7 +168,7 @@ class Forward:
         )
 
     def values(self) -> dict[str, torch.Tensor]:
-        """The tensors of parameters, buffers and constants, PyTorch's own, by name."""
+        """Return PyTorch's tensors of parameters, buffers and constants, by name."""
         program = self.graph
         held = {**dict(program.state_dict), **program.constants}
         return {name: held[name] for name in self._held}
@@ -193,7 +192,7 @@ class Forward:
 
     @cached_property
     def _tied(self) -> dict[str, str]:
-        """Parameters that share another one's memory, such as a head's with its embedding."""
+        """Parameters that share memory with another one, such as a head with its embedding."""
         first: dict[object, str] = {}
         tied = {}
         for name, tensor in self.exported.program.state_dict.items():
@@ -217,7 +216,7 @@ class Forward:
         return jax.ShapeDtypeStruct(tuple(value.shape), dtype)
 
     def _check(self) -> None:
-        """Refuse operators without a translation before tracing, all of them in one message.
+        """Reject operators without a translation before tracing, all in one message.
 
         Raises:
             ProgramError: There is such an operator.
@@ -252,7 +251,7 @@ def _attention_dropout(node: torch.fx.Node) -> bool:
 
 
 def _nodes(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
-    """Calls of a graph and of those that it wraps."""
+    """Yield the calls of a graph and of the graphs that it wraps."""
     for node in module.graph.nodes:
         if node.op == "call_function":
             yield node
@@ -272,7 +271,7 @@ def _is_assertion(name: str) -> bool:
 
 
 class _Run:
-    """One run of a graph and of those inside it."""
+    """One run of a graph and of the graphs inside it."""
 
     def __init__(self, origin: str, key: jax.Array | None) -> None:
         self._origin = origin
@@ -345,7 +344,7 @@ class _Run:
         return jax.random.fold_in(self._key, self._drawn)
 
     def _absent(self, node: torch.fx.Node) -> None:
-        """What JAX does not compute is harmless as long as nobody reads it."""
+        """Reject reading a result that JAX does not compute."""
         if not node.users:
             return
         raise ProgramError(
@@ -370,10 +369,10 @@ class _Run:
 
 
 def _as_wanted(found: Result, node: torch.fx.Node, place: Place) -> Result | None:
-    """Results in PyTorch's own types; a wrong shape is a fault of the translation.
+    """Cast results to PyTorch's types; a wrong shape is a fault of the translation.
 
     Raises:
-        ProgramError: A shape is another one than PyTorch's.
+        ValueError: A shape differs from PyTorch's.
     """
     wanted = node.meta.get("val")
     many = isinstance(wanted, list | tuple)
@@ -384,7 +383,7 @@ def _as_wanted(found: Result, node: torch.fx.Node, place: Place) -> Result | Non
             cast.append(own)
             continue
         if tuple(own.shape) != tuple(like.shape):
-            # Moments of norms, kept for gradients, that nobody reads.
+            # Unread moments of norms, kept for gradients.
             if cast:
                 cast.append(own.astype(jax_dtype(like.dtype, str(place))))
                 continue
