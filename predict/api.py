@@ -375,11 +375,11 @@ def write_program(program: object, path: Path, platform: Platform) -> str:
     """
     from ..common.files import write_bytes
     from ..features.ir.mlir.bindings import write_bytecode
-    from ..features.ir.platforms import say_platform
+    from ..features.ir.platforms import mark_platforms
     from ..features.ir.reader import read_program
 
     source = read_program(program, platform=platform)
-    module = say_platform(source.module, source.platforms or (platform.name,))
+    module = mark_platforms(source.module, source.platforms or (platform.name,))
     if path.suffix in _TEXT:
         data = str(module.operation.get_asm(enable_debug_info=True)).encode()
     else:

@@ -1,4 +1,4 @@
-"""Programs as operations: StableHLO and HLO text, bytecode and exports in; :class:`Program` out.
+"""Programs as operations: reads StableHLO and HLO text, bytecode and exports into :class:`Program`.
 
-Also printers, data types, trip counts of loops, and the isolation of input that is not trusted.
+Also holds printers, data types, trip counts of loops, and the isolation of untrusted input.
 """

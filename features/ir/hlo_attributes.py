@@ -1,4 +1,4 @@
-"""Types, attribute values and the header of HLO text: one function per notation."""
+"""Types, attribute values and the header of HLO text, with one function per notation."""
 
 from __future__ import annotations
 
@@ -11,47 +11,72 @@ from typing import NamedTuple
 
 from ...common.types import JsonObject
 from .mlir.locations import FRAMEWORK, STARTS
-from .program import DTYPE_BITS, Program, Source, TensorType, WindowDim, constant_value
+from .program import COLLECTIVES, DTYPE_BITS, Program, Source, TensorType, WindowDim, constant_value
 
 #: A quoted string, as a regular expression.
 QUOTED = r'"(?:[^"\\]++|\\.)*+"'
 
 
 def _braces(depth: int) -> str:
-    """Build a pattern for text in braces up to ``depth`` deep; ``re`` has no recursion."""
+    """Build a pattern for text in braces nested up to ``depth`` deep (``re`` has no recursion)."""
     inner = rf"|{_braces(depth - 1)}" if depth else ""
     return rf'\{{(?:[^{{}}"]++|{QUOTED}{inner})*+\}}'
 
 
-#: Depth by judgement: more than twice as deep as the modules in the tests. Possessive quantifiers
-#: keep the match linear.
+#: Depth chosen by judgement: more than twice the deepest nesting in the test modules. Possessive
+#: quantifiers keep the match linear.
 _BRACES = _braces(12)
-# A value without quotes or braces ends at a comma outside brackets.
+# A value without quotes or braces, which ends at a comma outside brackets.
 _PLAIN = r'(?:[^,\[\](){}"]++|\[[^\]]*+\]|\([^)]*+\)|\{[^}]*+\})++'
-# Replica groups by the axes of a mesh whose devices are in another order, which has a comma outside
+# Replica groups written as axes of a mesh with reordered devices, which contain a comma outside
 # brackets: ``mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}``.
 _MESH = r"mesh\[[^\]]*+\],\s*device_ids=\((?:\[[\d,]*\](?:T\([\d,]*\))?|[\d,]*)\)\s*\{[^}]*+\}"
 #: One attribute: ``, key=value``.
 ATTRIBUTE = re.compile(rf",\s*([\w\-.]+)=({QUOTED}|{_BRACES}|{_MESH}|{_PLAIN})", re.DOTALL)
-# One array type: ``bf16[8,128]{1,0:T(8,128)S(1)}``, layout and tiles optional.
+# One array type: ``bf16[8,128]{1,0:T(8,128)S(1)}``, with optional layout and tiles.
 _LEAF = re.compile(r"([A-Za-z]\w*)\[([^\]]*)\](?:\{([\d,\s]*)([^}]*)\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _INTEGER = re.compile(r"-?\d+")
 _INTEGER_TUPLE = re.compile(r"\{[\s\d,-]*\}")
-# ``[start:limit:stride]``, the stride optional.
+# ``[start:limit:stride]`` with an optional stride.
 _SLICE = re.compile(r"\[\s*(\d+)\s*:\s*(\d+)\s*(?::\s*(\d+))?\s*\]")
 _FLOAT = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?|-?inf|nan")
-# A complex number in parentheses, or a bare one.
+# A complex number in parentheses, or a plain number.
 _NUMBER = re.compile(r"\(([^()]*)\)|([^\s,{}()]+)")
-# Octal, hexadecimal, or a single character, as C++ escapes strings.
+# An octal, hexadecimal or single-character escape of C++ strings.
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
-#: Fields of a window in the order of :class:`WindowDim`, each with what stands for one that is left
-#: out.
+#: Fields of a window in the order of :class:`WindowDim`, each with its default.
 WINDOW = {
     "size": "", "stride": "1", "pad": "0_0",
     "lhs_dilate": "1", "rhs_dilate": "1", "rhs_reversal": "0",
 }  # fmt: skip
+_MODULE = re.compile(r"HloModule\s+([^\s,]+)")
+# ``{0}: (2, {}, may-alias)``: output 0 shares the buffer of parameter 2.
+_ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
+# ``(2, {})``: any output may reuse the buffer of parameter 2.
+_DONOR = re.compile(r"\((\d+),")
+# ``op_name="jit(f)/add" source_line=3``.
+_FIELD = re.compile(rf"(\w+)=({QUOTED}|\S+)")
+#: Tables between the header and the first computation; each refers to earlier ones.
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_GROUPS: dict[str, object] = {
+    "replica_groups": (), "channel_id": None, "use_global_device_ids": False
+}  # fmt: skip
+#: Values of attributes that an instruction leaves out, by opcode.
+DEFAULTS: dict[str, dict[str, object]] = {
+    "dot": {
+        "lhs_contracting_dims": (),
+        "rhs_contracting_dims": (),
+        "lhs_batch_dims": (),
+        "rhs_batch_dims": (),
+    },
+    "convolution": {"window": (), "feature_group_count": 1, "batch_group_count": 1},
+    **dict.fromkeys(COLLECTIVES, _GROUPS),
+    **dict.fromkeys((f"{name}-start" for name in COLLECTIVES), _GROUPS),
+}
+
+Tables = dict[str, dict[int, str]]
 
 
 @lru_cache(maxsize=65536)
@@ -59,11 +84,11 @@ def read_type(text: str) -> tuple[tuple[TensorType, ...], bool, str]:
     """Read an array or tuple type.
 
     Args:
-        text: For example ``f32[8,128]{1,0:T(8,128)S(1)}`` or ``(s32[], (f32[2]{0}))``.
+        text: Such as ``f32[8,128]{1,0:T(8,128)S(1)}`` or ``(s32[], (f32[2]{0}))``.
 
     Returns:
-        Leaf types, whether it is a tuple, and the nesting (``(*(*))``) if it is a tuple of
-        tuples, otherwise an empty string. Row-major layouts become ``None``; tiles are left out.
+        The leaf types, whether the type is a tuple, and the nesting (``(*(*))``) of a tuple of
+        tuples, otherwise an empty string. Row-major layouts become ``None``; tiles are dropped.
 
     Raises:
         ValueError: The text is not a type, or a dimension has no static size.
@@ -72,7 +97,7 @@ def read_type(text: str) -> tuple[tuple[TensorType, ...], bool, str]:
     skeleton = re.sub(r"[\s,]", "", _LEAF.sub("*", text))
     if skeleton == "*":
         return leaves, False, ""
-    # The skeleton keeps the parentheses and a star for each leaf.
+    # The skeleton consists of the parentheses and a star for each leaf.
     if not re.fullmatch(r"\([*()]*\)", skeleton) or skeleton.count("(") != skeleton.count(")"):
         raise ValueError(f"cannot read the type {text!r}")
     flat = skeleton == "(" + "*" * len(leaves) + ")"
@@ -86,7 +111,7 @@ def _leaf(dtype: str, dims: str, layout: str, tiles: str) -> TensorType:
         raise ValueError(f"dimension without a static size in {dtype}[{dims}]")
     shape = tuple(map(int, _INTEGER.findall(dims)))
     order = tuple(map(int, _INTEGER.findall(layout)))
-    # A layout that is no permutation would fail far from here.
+    # Checked here because a layout that is no permutation would fail much later.
     if order and sorted(order) != list(range(len(shape))):
         raise ValueError(f"layout {{{layout}}} does not order the dimensions of {dtype}[{dims}]")
     row_major = order == tuple(range(len(shape) - 1, -1, -1))
@@ -134,7 +159,7 @@ def read_padding(text: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def read_window(text: str) -> tuple[WindowDim, ...]:
-    """Read ``{size=3x3 pad=1_1x1_1 stride=2x2}`` as a :class:`WindowDim` for each dimension."""
+    """Read ``{size=3x3 pad=1_1x1_1 stride=2x2}`` into one :class:`WindowDim` per dimension."""
     fields = dict(item.split("=", 1) for item in text.strip("{}").split())
     if "size" not in fields:
         return ()
@@ -152,7 +177,7 @@ def read_window(text: str) -> tuple[WindowDim, ...]:
 
 
 def read_backend_config(text: str) -> JsonObject | str:
-    """Read a dictionary if the (quoted or plain) text is a JSON object, otherwise the text."""
+    """Return a dictionary if the (quoted or plain) text is a JSON object, otherwise the text."""
     plain = unquote(text) if text.startswith('"') else text
     if plain.startswith("{"):
         try:
@@ -165,7 +190,7 @@ def read_backend_config(text: str) -> JsonObject | str:
 
 
 def read_value(text: str) -> object:
-    """Read an attribute without a special notation: bool, number, tuple or string."""
+    """Read an attribute without its own notation: bool, number, tuple or string."""
     if text in ("true", "false"):
         return text == "true"
     if text.startswith('"'):
@@ -180,15 +205,15 @@ def read_value(text: str) -> object:
 
 
 def read_literal(text: str, shape: TensorType) -> object:
-    """Value of a constant.
+    """Read the value of a constant.
 
     Args:
-        text: The text between the parentheses of ``constant(...)``.
-        shape: Its type.
+        text: The text inside the parentheses of ``constant(...)``.
+        shape: The type of the constant.
 
     Returns:
-        A scalar for scalars and splats, a flat row-major list up to 64 elements, otherwise
-        (also where the text is elided) ``None``.
+        A scalar for scalars and splats, a flat row-major list for up to 64 elements, otherwise
+        (and where the text is elided) ``None``.
 
     Raises:
         ValueError: An element is not a number.
@@ -196,7 +221,7 @@ def read_literal(text: str, shape: TensorType) -> object:
     # XLA elides large constants as {...}.
     if "..." in text:
         return None
-    # Chosen as text, so that long constants are not converted.
+    # Selected as text, so that long constants are not converted.
     kept = constant_value([a or b for a, b in _NUMBER.findall(text)])
     if kept is None:
         return None
@@ -211,7 +236,7 @@ def _number(dtype: str) -> Callable[[str], bool | int | float]:
 
 
 def _float(text: str) -> float:
-    # One NaN object, so that programs compare equal: containers compare by identity first.
+    # A shared NaN object lets programs compare equal: containers compare by identity first.
     return math.nan if "nan" in text else float(text)
 
 
@@ -220,7 +245,7 @@ def _complex(text: str) -> complex:
     return complex(_float(real), _float(imaginary) if imaginary else 0.0)
 
 
-#: Reader of an attribute's text, for the attributes that have a notation of their own.
+#: Readers of the attributes that have their own notation.
 READERS: dict[str, Callable[[str], object]] = {
     "slice": read_slice,
     "padding": read_padding,
@@ -235,7 +260,7 @@ READERS: dict[str, Callable[[str], object]] = {
 
 @lru_cache(maxsize=65536)
 def read_attribute(key: str, text: str) -> object:
-    """Value of attribute ``key``; the result is shared, hence immutable.
+    """Read the value of attribute ``key``; results are cached and shared, hence immutable.
 
     Raises:
         ValueError: The text does not fit the attribute.
@@ -243,36 +268,22 @@ def read_attribute(key: str, text: str) -> object:
     return READERS.get(key, read_value)(text)
 
 
-_MODULE = re.compile(r"HloModule\s+([^\s,]+)")
-# ``{0}: (2, {}, may-alias)``: output 0 shares the buffer of parameter 2.
-_ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
-# ``(2, {})``: parameter 2 makes room for any output.
-_DONOR = re.compile(r"\((\d+),")
-# ``op_name="jit(f)/add" source_line=3``.
-_FIELD = re.compile(rf"(\w+)=({QUOTED}|\S+)")
-#: Tables between the header and the first computation, in the order in which they refer to each
-#: other.
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-
-Tables = dict[str, dict[int, str]]
-
-
 class Frame(NamedTuple):
-    """A line of the user's code."""
+    """A line of user code."""
 
     file: str = ""
     line: int = 0
 
 
 class Sources:
-    """Reads ``metadata={...}``; equal texts are read once."""
+    """Reader of ``metadata={...}`` that caches equal texts."""
 
     def __init__(self, frames: Mapping[int, Frame]) -> None:
         self._frames = frames
         self._known: dict[str, Source | None] = {}
 
     def read(self, text: str) -> Source | None:
-        """Read the source of an op from the text between the braces."""
+        """Return the source of an op, given the text between the braces."""
         if text not in self._known:
             self._known[text] = self._read(text)
         return self._known[text]
@@ -281,7 +292,7 @@ class Sources:
         fields = dict(_FIELD.findall(text))
         name = unquote(fields.get("op_name", '""'))
         frame = self._frames.get(int(fields.get("stack_frame_id", 0)), Frame())
-        # XLA before stack frames wrote file and line into each instruction.
+        # XLA versions before stack frames wrote file and line into each instruction.
         if "source_file" in fields:
             frame = Frame(unquote(fields["source_file"]), int(fields.get("source_line", 0)))
         return Source(name, frame.file, frame.line) if name or frame.file else None
@@ -291,8 +302,8 @@ def read_header(lines: Sequence[str], program: Program) -> tuple[int, Sources]:
     """Read everything before the first computation.
 
     Args:
-        lines: The whole text.
-        program: Gets the module's name and attributes.
+        lines: All lines of the module.
+        program: Receives the module's name and attributes.
 
     Returns:
         Index of the first computation's line, and a reader of metadata.
@@ -316,7 +327,7 @@ def read_header(lines: Sequence[str], program: Program) -> tuple[int, Sources]:
         head, _, rest = text.partition(" ")
         if text in tables:
             table = tables[text]
-        # Rows of the tables: a number, then text.
+        # Table rows consist of a number and text.
         elif head.isdigit():
             table[int(head)] = rest
     return len(lines), Sources({})
@@ -343,8 +354,8 @@ def _frames(tables: Tables) -> dict[int, Frame]:
         fields = _int_fields(value)
         places[key] = Frame(files.get(fields.get("file_name_id", 0), ""), fields.get("line", 0))
     rows = {key: _int_fields(value) for key, value in tables["StackFrames"].items()}
-    # XLA prints the parent's number plus one (1: no parent); a zero can only stand in text that
-    # holds the numbers themselves.
+    # XLA prints the parent's number plus one (1 means no parent). A zero occurs only in text that
+    # prints the numbers unchanged.
     shift = 0 if any(row.get("parent_frame_id", 0) == 0 for row in rows.values()) else 1
     return {key: _user_frame(key, rows, places, shift) for key in rows}
 
@@ -354,7 +365,7 @@ def _user_frame(
 ) -> Frame:
     innermost = places.get(rows[key].get("file_location_id", 0), Frame())
     frame, seen = innermost, {key}
-    # Outwards to the user's own code; `seen` ends circles in damaged tables.
+    # Go outwards to user code; `seen` ends cycles in damaged tables.
     while FRAMEWORK.search(frame.file):
         key = rows[key].get("parent_frame_id", 0) - shift
         if key in seen or key not in rows:

@@ -1,4 +1,4 @@
-"""Canonical HLO text of a program: minimal, deterministic, and read back by ``parse_hlo``."""
+"""Canonical HLO text of a program: minimal, deterministic, and readable by ``parse_hlo``."""
 
 from __future__ import annotations
 
@@ -9,47 +9,37 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from .hlo_attributes import WINDOW
+from .hlo_attributes import DEFAULTS, WINDOW
 from .program import Computation, Op, Program, TensorType, WindowDim
 
-# Texts that need no quotes: read_value() would read the excluded words back as other types.
+# Text that needs no quotes; read_value() would read the excluded words as other types.
 _BARE = re.compile(r"(?!true$|false$|nan$|inf$)[A-Za-z_][\w.\-]*")
-#: Names under which HLO lists called computations; ``to_apply`` for all other ops.
+#: Attributes by which HLO names called computations; all other ops use ``to_apply``.
 _CALLED = {
     "fusion": ("calls",),
     "async-start": ("calls",),
     "while": ("condition", "body"),
     "select-and-scatter": ("select", "scatter"),
 }
-#: Attribute values that ``parse_hlo`` fills in where the text has none.
-_IMPLIED: dict[str, object] = {
-    "feature_group_count": 1,
-    "batch_group_count": 1,
-    "lhs_batch_dims": (),
-    "rhs_batch_dims": (),
-    "lhs_contracting_dims": (),
-    "rhs_contracting_dims": (),
-    "replica_groups": (),
-    "channel_id": None,
-    "use_global_device_ids": False,
-}
-# Printed elsewhere on the line, or implied by it.
-_HIDDEN = frozenset(("index", "value", "nesting", "number"))
+#: Attribute values that ``parse_hlo`` restores if the text leaves them out.
+_IMPLIED = {key: value for own in DEFAULTS.values() for key, value in own.items()}
+# Printed elsewhere in the line, or implied by it.
+_HIDDEN = frozenset(("backend_config", "index", "nesting", "number", "value"))
 
 
 def print_hlo(program: Program) -> str:
     """Print HLO text that ``parse_hlo`` reads back to an equal program.
 
-    Layouts are printed only where they are not row-major or name a memory space, attributes in
-    alphabetical order and only where they differ from their default; sources and ``origin`` are
-    left out. Equal programs give equal text. Ops that HLO lacks keep their dialect's name
+    Layouts are printed only if they are not row-major or name a memory space, and attributes, in
+    alphabetical order, only if they differ from their defaults. Sources and ``origin`` are left
+    out. Equal programs give equal text. Ops that HLO lacks keep the name of their dialect
     (``chlo.erf_inv``).
 
     Args:
-        program: Any program, from StableHLO too.
+        program: Any program, including one read from StableHLO.
 
     Returns:
-        The module text, one instruction a line.
+        The module text with one instruction per line.
     """
     lines = ["HloModule " + ", ".join([program.name or "module", *_module_attributes(program)])]
     for name, computation in program.computations.items():
@@ -114,7 +104,7 @@ def _result(op: Op) -> str:
     nesting = op.attrs.get("nesting")
     if not nesting:
         return f"({', '.join([_type(leaf) for leaf in op.results])})"
-    # The nesting "(*(*))" with a type for each star, commas between neighbours.
+    # The nesting "(*(*))" with each star replaced by a type and commas between neighbours.
     leaves = iter(op.results)
     text = re.sub(r"\*", lambda _: _type(next(leaves)) + ",", nesting)
     return re.sub(r",(?=\))", "", re.sub(r"\)(?=[^)])", "),", text)).replace(",,", ",")
@@ -140,15 +130,13 @@ def _attributes(op: Op) -> str:
             continue
         if key in _IMPLIED and value == _IMPLIED[key]:
             continue
-        # It is printed inside the backend configuration, where XLA keeps it.
+        # Printed inside the backend configuration, where XLA keeps it.
         if key == "trip_count" and op.opcode == "while":
             continue
         if key == "dimension" and op.opcode != "custom-call":
             text += f", dimensions={{{value}}}"
         elif key == "dimensions" and op.opcode == "iota":
             text += f", iota_dimension={value[0]}"
-        elif key == "backend_config":
-            continue
         elif key in _WRITERS:
             text += f", {_PRINTED.get(key, key)}={_WRITERS[key](value)}"
         else:
@@ -160,7 +148,7 @@ def _backend_config(op: Op) -> str:
     config = op.attrs.get("backend_config")
     trips = op.attrs.get("trip_count") if op.opcode == "while" else None
     if trips is not None:
-        # XLA writes 64-bit integers of protocol buffers as JSON strings.
+        # XLA writes the 64-bit integers of protocol buffers as JSON strings.
         known = {"known_trip_count": {"n": str(trips)}}
         config = {**config, **known} if isinstance(config, dict) else known
     if not config:
@@ -170,7 +158,7 @@ def _backend_config(op: Op) -> str:
 
 
 def _json(value: object) -> str:
-    # Sorted: equal configurations give equal text, which is hashed.
+    # Sorted so that equal configurations give equal text; the text is hashed.
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -200,7 +188,7 @@ def _scalar(value: object) -> str:
 
 
 def _value(value: object) -> str:
-    """Write an attribute without a special notation, as ``read_value`` reads it back."""
+    """Print an attribute without its own notation so that ``read_value`` can read it back."""
     if isinstance(value, str):
         return value if _BARE.fullmatch(value) else json.dumps(value)
     if isinstance(value, (tuple, list)):
@@ -233,7 +221,7 @@ def _window(value: tuple[WindowDim, ...]) -> str:
     return "{" + " ".join(parts) + "}"
 
 
-#: Attributes with a notation of their own, as hlo_attributes.READERS reads them.
+#: Writers of the attributes with their own notation; hlo_attributes.READERS reads them.
 _WRITERS: dict[str, Callable[[Any], str]] = {
     "slice": _slice,
     "padding": _padding,

@@ -1,4 +1,4 @@
-"""Reader of HLO text, optimised or not, as XLA prints it for CPU, GPU and TPU."""
+"""Reader of HLO text, optimised or not, as XLA prints it for CPUs, GPUs and TPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ...common.errors import DynamicShapeError, ProgramError
 from .hlo_attributes import (
     ATTRIBUTE,
+    DEFAULTS,
     QUOTED,
     Sources,
     read_attribute,
@@ -17,22 +18,22 @@ from .hlo_attributes import (
     read_type,
 )
 from .mlir.values import split_top
-from .program import COLLECTIVES, Computation, Op, Program
+from .program import Computation, Op, Program
 from .replica_groups import parse_replica_groups
 from .trip_counts import set_trip_counts
 
-# ``ROOT %name = type opcode(``; the type is one word, or a tuple in parentheses.
+# ``ROOT %name = type opcode(``, where the type is one word or a tuple in parentheses.
 _INSTRUCTION = re.compile(
     r"\s*(ROOT )?\s*%?([^\s=,(){}%]+) = ([^\s(]\S*|\(.*?\)) ([A-Za-z][\w\-.$]*)\(", re.DOTALL
 )
 _METADATA = re.compile(r", metadata=\{([^{}]*)\}")
-# ``/*index=5*/``, which XLA prints in long tuples.
+# ``/*index=5*/``, which XLA prints inside long tuples.
 _INDEX_COMMENT = re.compile(r"/\*(?:index|i\d+)=\d+\*/")
-# ``ENTRY %main (p: f32[2]) -> f32[2] {``; the signature is optional.
+# ``ENTRY %main (p: f32[2]) -> f32[2] {`` with an optional signature.
 _COMPUTATION = re.compile(r"\s*(ENTRY\s+)?%?([^\s=,(){}%]+)\s*(?:\(.*->.*)?\{\s*$")
 _OPERAND = re.compile(r"%([^\s=,(){}%]+)")
 
-#: Position among ``Op.called`` of the computation that an attribute names.
+#: Position in ``Op.called`` of the computation that an attribute names.
 _CALLED = {
     "calls": 0,
     "to_apply": 0,
@@ -45,33 +46,16 @@ _CALLED = {
     "branch_computations": 0,
     "called_computations": 0,
 }
-#: Attributes that change neither what is computed nor how long it takes.
+#: Attributes that affect neither results nor run time.
 _DROPPED = frozenset(
     ("operand_layout_constraints", "parameter_replication", "origin", "statistics")
 )
 _RENAMED = {"custom_call_target": "target"}
-#: Ops whose single dimension HLO writes as ``dimensions={d}``.
+#: Ops with a single dimension, which HLO writes as ``dimensions={d}``.
 _ONE_DIMENSION = frozenset(
     ("all-gather", "all-gather-start", "reduce-scatter", "all-to-all", "sort")
 )
-_COLLECTIVE_DEFAULTS: dict[str, object] = {
-    "replica_groups": (),
-    "channel_id": None,
-    "use_global_device_ids": False,
-}
-_DEFAULTS: dict[str, dict[str, object]] = {
-    "dot": {
-        "lhs_contracting_dims": (),
-        "rhs_contracting_dims": (),
-        "lhs_batch_dims": (),
-        "rhs_batch_dims": (),
-    },
-    "convolution": {"window": (), "feature_group_count": 1, "batch_group_count": 1},
-    **dict.fromkeys(COLLECTIVES, _COLLECTIVE_DEFAULTS),
-    **dict.fromkeys((f"{name}-start" for name in COLLECTIVES), _COLLECTIVE_DEFAULTS),
-}
-
-#: Fewest computations that an op must call.
+#: Fewest computations that an op has to call.
 _CALLS = {"fusion": 1, "call": 1}
 
 
@@ -80,14 +64,14 @@ def parse_hlo(text: str, origin: str = "") -> Program:
 
     Args:
         text: Module text, starting with ``HloModule``; ``%`` before names is optional.
-        origin: File that the text came from, for messages.
+        origin: File that contained the text, for messages.
 
     Returns:
-        The program. Loops carry ``trip_count`` if it is stated or follows from constants;
-        ``Op.source`` is the framework's op name with the innermost line of the user's code.
+        The program. Loops have a ``trip_count`` if it is stated or follows from constants;
+        ``Op.source`` has the framework's op name and the innermost line of user code.
 
     Raises:
-        ProgramError: The text is not an HLO module; the message names the line.
+        ProgramError: The text is not an HLO module; the message gives the line.
         DynamicShapeError: A dimension has no static size.
     """
     program = _Reader(text, origin).read()
@@ -96,7 +80,7 @@ def parse_hlo(text: str, origin: str = "") -> Program:
 
 
 class _Reader:
-    """State while one module is read."""
+    """State of reading one module."""
 
     def __init__(self, text: str, origin: str) -> None:
         self.lines = text.splitlines()
@@ -106,7 +90,7 @@ class _Reader:
         self.number = 0
 
     def read(self) -> Program:
-        """Read the whole module."""
+        """Read the whole module and check its calls."""
         try:
             self._module()
         except ValueError as error:
@@ -157,7 +141,7 @@ class _Reader:
             if "/*" in line:
                 line = _INDEX_COMMENT.sub("", line)
             match = _INSTRUCTION.match(line)
-            # Fast path: nearly every instruction is one line with balanced braces.
+            # Fast path: nearly all instructions are one line with balanced braces.
             if match is None or line.endswith(",") or line.count("{") != line.count("}"):
                 stripped = line.strip()
                 if stripped.startswith("}"):
@@ -177,13 +161,13 @@ class _Reader:
             raise self._error(f"the text ends within the computation {name}")
         if not ops:
             raise self._error(f"the computation {name} is empty")
-        # Text without ROOT returns its last instruction, as HLO's parser has it.
+        # Without ROOT, the last instruction is returned, as in HLO's own parser.
         if computation.root < 0:
             computation.root = len(ops) - 1
         return computation
 
     def _joined(self, line: str, lines: Iterator[tuple[int, str]]) -> str:
-        """Append lines until brackets balance and no comma is last: literals may span lines."""
+        """Append lines until brackets balance and no comma is last, since literals span lines."""
         parts = [line]
         depth = _depth(line)
         opened = " = " in line and _INSTRUCTION.match(line) is None
@@ -200,7 +184,7 @@ class _Reader:
         name, type_text, opcode = match.group(2, 3, 4)
         results, is_tuple, nesting = read_type(type_text)
         start = match.end()
-        # Operands seldom have brackets of their own: a plain search before the exact one.
+        # Operands rarely contain parentheses, so try a plain search before the exact one.
         end = line.find(")", start)
         if end < 0 or line.find("(", start, end) >= 0:
             end = _closing(line, start)
@@ -211,8 +195,8 @@ class _Reader:
         rest = line[end + 1 :].rstrip()
         if rest:
             self._attributes(op, rest)
-        if opcode in _DEFAULTS:
-            op.attrs = _DEFAULTS[opcode] | op.attrs
+        if opcode in DEFAULTS:
+            op.attrs = DEFAULTS[opcode] | op.attrs
         if nesting:
             op.attrs["nesting"] = nesting
         if opcode == "parameter":
@@ -224,7 +208,7 @@ class _Reader:
         return op
 
     def _operands(self, name: str, text: str, index: dict[str, int]) -> tuple[int, ...]:
-        # Three notations: %name, bare name, and "type name" of older XLA, tried in that order.
+        # Three notations are tried in turn: %name, plain name, and "type name" of older XLA.
         names = _OPERAND.findall(text) if "%" in text else text.split(", ")
         try:
             return tuple([index[item] for item in names])
@@ -236,7 +220,7 @@ class _Reader:
             raise self._error(f"{name} has the unknown operand {error.args[0]!r}") from error
 
     def _attributes(self, op: Op, text: str) -> None:
-        """Read what follows the operands; equal texts are read once."""
+        """Read the text after the operands; equal texts are read once."""
         start = text.find(", metadata={")
         match = _METADATA.match(text, start) if start >= 0 else None
         if match is not None:
@@ -247,7 +231,7 @@ class _Reader:
         known = self.attributes.get((op.opcode, text))
         if known is None:
             self._read_attributes(op, text)
-            # Configurations are mutable and often unique: only the rest is shared.
+            # Configurations are mutable and often unique, so only the others are shared.
             if "backend_config" not in op.attrs:
                 self.attributes[op.opcode, text] = (op.attrs, op.called)
         else:
@@ -265,13 +249,15 @@ class _Reader:
         for key, value in pairs:
             if key == "metadata":
                 op.source = self.sources.read(value[1:-1])
-            elif key in _CALLED and _names_computation(key, op.opcode):
+            elif key in _CALLED and (
+                op.opcode == "select-and-scatter" or key not in ("select", "scatter")
+            ):
                 names = [n.strip().lstrip("%") for n in value.strip("{}").split(",")]
                 called += [(_CALLED[key], n) for n in names if n]
             elif key == "backend_config":
                 _backend_config(op, read_backend_config(value.strip()))
             elif key == "replica_groups":
-                # All notations become lists: costs and simulation need the members.
+                # All notations become lists because costs and simulation need the members.
                 attrs[key] = parse_replica_groups(value, self.program.meshes)
             elif key == "iota_dimension":
                 attrs["dimensions"] = (int(value),)
@@ -285,13 +271,8 @@ class _Reader:
             attrs["dimension"] = dims[0] if dims else 0
 
 
-def _names_computation(key: str, opcode: str) -> bool:
-    """Whether the attribute names computations: ``select`` and ``scatter`` only in one op."""
-    return key not in ("select", "scatter") or opcode == "select-and-scatter"
-
-
 def _backend_config(op: Op, config: dict[str, object] | str) -> None:
-    """Attach a configuration; the trip count that it may state becomes an attribute."""
+    """Attach a configuration, turning a trip count in it into an attribute."""
     if isinstance(config, dict) and op.opcode == "while":
         known = config.pop("known_trip_count", None)
         if isinstance(known, dict) and "n" in known:
@@ -306,7 +287,7 @@ def _depth(line: str) -> int:
 
 
 def _closing(line: str, start: int) -> int:
-    """Find the parenthesis that closes the one before ``start``; -1 if there is none."""
+    """Return the index of the parenthesis that closes the one before ``start``, or -1."""
     depth = 1
     for match in re.compile(rf"{QUOTED}|[()]").finditer(line, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

@@ -1,6 +1,6 @@
-"""The only module that uses unstable interfaces of JAX: its compiler and its traces.
+"""Unstable interfaces of JAX: its compiler and its traces.
 
-A JAX version that moves one of them breaks this file alone.
+If a JAX version moves one of them, only this file has to change.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jaxlib.mlir import ir
 
 from .mlir.bindings import parse_module, walk_ops, write_bytecode
 
-# A function of JAX itself has only its caller's line, and the caller must not be one of ours.
-# Programs of the zoo and of tests count as users' programs.
+# For a function of JAX itself only the caller's line is known, which must not be one of opcast's.
+# Programs of the zoo and of tests count as user programs.
 for _own in ("__main__.py", "cli", "features", "predict", "server", "workflows"):
     register_exclusion(str(Path(__file__).parents[2] / _own))
 
 
 def lowered_platforms(lowered: Any) -> tuple[str, ...]:
-    """Return the platforms that a ``jax.stages.Lowered`` is for; empty if it names none."""
+    """Return the target platforms of a ``jax.stages.Lowered``; empty if it names none."""
     found = getattr(getattr(lowered, "_lowering", None), "_platforms", None)
     return tuple(map(str, found or ()))
 
@@ -45,24 +45,24 @@ def compile_module(
     Args:
         module: StableHLO.
         replicas: Number of replicas.
-        partitions: Number of partitions; with more than one, the compiler's partitioner runs.
-        flags: Options of XLA by name without dashes.
+        partitions: Number of partitions; above one, the compiler's partitioner runs.
+        flags: XLA options by name without dashes.
 
     Returns:
         A loaded executable.
 
     Raises:
-        Exception: Whatever the backend raises for a program that it cannot compile.
+        Exception: Any error of the backend for a program that it cannot compile.
     """
     client = get_backend()
     count = replicas * partitions
     assignment = np.array([d.id for d in client.devices()[:count]]).reshape(replicas, partitions)
     options = get_compile_options(replicas, partitions, device_assignment=assignment)
-    # Options of one compilation, beside XLA_FLAGS of the process.
+    # Options of this compilation, in addition to XLA_FLAGS of the process.
     options.env_option_overrides = list((flags or {}).items())
     build = options.executable_build_options
     build.use_spmd_partitioning = partitions > 1
-    # Without sdy ops the program carries GSPMD's annotations, which Shardy would not read.
+    # Without sdy ops the program has GSPMD's annotations, which Shardy would not read.
     build.use_shardy_partitioner = partitions > 1 and "sdy." in str(module)
     devices = _jax.DeviceList(tuple(client.devices()[:count]))
     with module.context:
@@ -73,7 +73,7 @@ def hlo_text(proto: bytes) -> str:
     """Print a serialised HLO module.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The data are not an HLO module.
     """
     try:
         return str(_hlo.HloModule.from_serialized_hlo_module_proto(proto).to_string())
@@ -82,10 +82,10 @@ def hlo_text(proto: bytes) -> str:
 
 
 def hlo_to_stablehlo(text: str) -> bytes:
-    """Convert the text of an HLO module that is not optimised to StableHLO bytecode.
+    """Convert the text of an unoptimised HLO module to StableHLO bytecode.
 
     Raises:
-        Exception: Whatever the converter raises for HLO that it does not support.
+        Exception: Any error of the converter for HLO that it does not support.
     """
     module = _hlo.hlo_module_from_text(text)
     data = bytes(jax_mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto()))
@@ -93,7 +93,7 @@ def hlo_to_stablehlo(text: str) -> bytes:
 
 
 def _without_copies(data: bytes) -> bytes:
-    """Bytecode without ``mhlo.copy``, which the converter writes and no compiler takes."""
+    """Remove ``mhlo.copy``, which the converter writes and no compiler accepts."""
     module = parse_module(data)
     with module.context:
         for op in [op for op in walk_ops(module) if op.name == "mhlo.copy"]:
@@ -112,11 +112,11 @@ def execute(executable: Any, arguments: Sequence[object], device_count: int) -> 
 
     Args:
         executable: From :func:`compile_module`.
-        arguments: Arrays; whole ones, which are split over the devices by the program's shardings.
-        device_count: Devices that the executable runs on.
+        arguments: Full arrays; the program's shardings split them over the devices.
+        device_count: Number of devices that the executable runs on.
 
     Returns:
-        Output arrays; with several devices, the arrays of the first one.
+        Output arrays; those of the first device if there are several.
     """
     arrays = [_on_device(a, None) for a in arguments]
     if device_count == 1:
@@ -139,12 +139,12 @@ def _on_device(array: object, sharding: jax.sharding.Sharding | None) -> Any:
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A jitted function as it was called.
+    """A jitted function and its arguments at a call.
 
     Attributes:
-        name: Its name.
-        function: The same function of its flat arguments; jitted, with the same donations.
-        args: Their shapes and types are used.
+        name: Name of the function.
+        function: The function with flattened arguments, jitted with the same donations.
+        args: Shapes and types of the arguments.
     """
 
     name: str
@@ -154,10 +154,10 @@ class TracedFunction:
 
 @contextmanager
 def recorded_functions() -> Iterator[list[TracedFunction]]:
-    """Record the functions that are lowered in the block because they are called first.
+    """Record the functions that are lowered in the block because of their first call.
 
     Yields:
-        A list that grows with each function; JAX's own are left out.
+        A list that grows with each function; functions of JAX itself are left out.
     """
     found: list[TracedFunction] = []
     pjit: Any = _pjit
@@ -169,7 +169,7 @@ def recorded_functions() -> Iterator[list[TracedFunction]]:
         if not str(debug.func_filename or own).startswith(own):
             donated = tuple(i for i, flag in enumerate(options["donated_invars"]) if flag)
             function = jax.jit(_core.jaxpr_as_fun(jaxpr), donate_argnums=donated)
-            # JAX has no annotations for it, and a strict checker refuses calls of such functions.
+            # JAX has no annotations for it, and strict type checking rejects untyped calls.
             struct: Any = jax.ShapeDtypeStruct
             shapes = tuple(struct(a.shape, a.dtype) for a in jaxpr.in_avals)
             found.append(TracedFunction(options["name"], function, shapes))

@@ -1,4 +1,4 @@
-"""JAX functions as programs: with example arguments, lowered for the platform of a device."""
+"""JAX functions as programs, lowered with example arguments for the platform of a device."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from ...common.errors import AbsentError, ProgramError
 from ...common.types import JaxObject
 from .platforms import Platform, platform_here
 
-#: Attribute of a function, or name in its module, that gives its example arguments.
+#: Attribute of a function, or name in its module, that holds its example arguments.
 ARGUMENTS = "example_args"
-#: The same for its keyword arguments.
+#: The same for keyword arguments.
 KEYWORDS = "example_kwargs"
 _CONVENTION = (
     f"give the function its example arguments: FUNCTION.{ARGUMENTS} = (x, y) and "
     f"FUNCTION.{KEYWORDS} = {{...}}, or in the module functions {ARGUMENTS}() and {KEYWORDS}() "
     "that return them; jax.ShapeDtypeStruct is enough for an array"
 )
+_PASS = "pass its example arguments after it: opcast.predict(function, *arguments, …)"
 
-#: What is being lowered for, for translations that choose by it; ``None`` outside, and for JAX's
-#: default backend.
+#: Platform of the current lowering, for translations that depend on it. ``None`` outside of a
+#: lowering and for JAX's default backend.
 LOWERED_FOR: ContextVar[Platform | None] = ContextVar("LOWERED_FOR", default=None)
 
 
-_PASS = "pass its example arguments after it: opcast.predict(function, *arguments, …)"
-
-
 def _hint(function: object) -> str:
-    """What to do about a function that cannot be traced with its arguments."""
+    """Return advice on a function that JAX cannot trace with its arguments."""
     if hasattr(function, "apply") and hasattr(function, "init"):
         return (
             "give a module's apply and its variables: opcast.predict(module.apply, jax.eval_shape("
@@ -52,11 +50,11 @@ class FunctionCall:
     """A function with its example arguments.
 
     Attributes:
-        function: A plain function, or one under ``jax.jit``, ``equinox.filter_jit``,
+        function: A plain function, one under ``jax.jit``, ``equinox.filter_jit`` or
             ``flax.nnx.jit``, or a ``jax.stages.Traced``.
         args: Positional arguments: arrays, ``jax.ShapeDtypeStruct``, or trees of them.
         kwargs: Keyword arguments.
-        origin: Where it came from, for messages.
+        origin: Where the function came from, for messages.
     """
 
     function: object
@@ -68,23 +66,23 @@ class FunctionCall:
         """Lower the function.
 
         Args:
-            platform: What to lower for; ``None`` for JAX's default backend.
+            platform: Target platform; ``None`` for JAX's default backend.
 
         Returns:
             A ``jax.stages.Lowered``.
 
         Raises:
-            ProgramError: JAX cannot trace or lower it.
+            ProgramError: JAX cannot trace or lower the function.
         """
-        from .jax_beside import as_beside
+        from .jax_absent import assumed_device
 
-        beside = as_beside(platform) if platform is not None else contextlib.nullcontext()
+        assumed = assumed_device(platform) if platform is not None else contextlib.nullcontext()
         before = LOWERED_FOR.set(platform)
         try:
-            with beside:
+            with assumed:
                 return _lowered(self.function, self.args, self.kwargs, platform)
         except ProgramError as error:
-            # Raised by a translation or by the rules of a platform, with a better message.
+            # Raised by a translation or a rule of the platform, with a better message.
             error.where = error.where or self.origin
             raise
         except Exception as error:
@@ -109,7 +107,7 @@ def _lowered(
     if hasattr(function, "trace"):
         return _lower_traced(function.trace(*args, **kwargs), platform)
     if hasattr(function, "lower") and not _has_abstract(args, kwargs):
-        # Wrappers such as equinox's record which arguments are static and which are donated.
+        # Wrappers such as equinox's know which arguments are static and which are donated.
         lowered = _on_platform(function, platform).lower(*args, **kwargs)
         return getattr(lowered, "lowered", lowered)
     return _lower_traced(_trace_plain(function, args, kwargs), platform)
@@ -118,9 +116,9 @@ def _lowered(
 def _lower_traced(traced: JaxObject, platform: Platform | None) -> JaxObject:
     # Flax wraps JAX's own object.
     traced = getattr(traced, "traced", traced)
-    # Named even if it is JAX's default: a mesh of absent devices does not reveal it.
+    # Passed even if it is JAX's default, which a mesh of absent devices does not reveal.
     name = (platform or platform_here()).name
-    from .jax_beside import kernels_counted
+    from .jax_absent import kernels_counted
 
     try:
         with kernels_counted(name):
@@ -135,7 +133,7 @@ def _lower_traced(traced: JaxObject, platform: Platform | None) -> JaxObject:
 
 
 def _on_platform(wrapper: JaxObject, platform: Platform | None) -> JaxObject:
-    """A copy of a wrapper around a jitted function that lowers for a platform."""
+    """Copy a wrapper around a jitted function so that it lowers for a platform."""
     jitted = {
         name: value
         for name, value in vars(wrapper).items()
@@ -150,7 +148,7 @@ def _on_platform(wrapper: JaxObject, platform: Platform | None) -> JaxObject:
 
 @dataclass(frozen=True)
 class _Jitted:
-    """Stands for a jitted function while it is lowered."""
+    """Replaces a jitted function while it is lowered."""
 
     function: JaxObject
     platform: Platform | None
@@ -169,20 +167,20 @@ def _has_abstract(args: tuple[object, ...], kwargs: Mapping[str, object]) -> boo
 def _trace_plain(
     function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> JaxObject:
-    """Trace a function that is not jitted; what JAX cannot trace is held fixed."""
+    """Trace a function that is not jitted, keeping constant what JAX cannot trace."""
     import jax
 
     if isinstance(function, functools.partial) and _has_abstract(function.args, function.keywords):
         args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
         return _trace_plain(function.func, args, kwargs)
-    # A module that is a tree of arrays (equinox) has its parameters as arguments, not as constants.
+    # If the function is a tree of arrays (equinox), its parameters become arguments, not constants.
     own = jax.tree.leaves(function)
     if not (len(own) == 1 and own[0] is function):
         return _trace_plain(_call, (function, *args), kwargs)
     try:
         return _trace_moving(function, args, kwargs, numbers=True)
     except (TypeError, ValueError) as error:
-        # Numbers of Python that choose shapes, axes or powers; results that are no arrays.
+        # Python numbers may determine shapes, axes or powers, and results may be no arrays.
         try:
             return _trace_moving(function, args, kwargs, numbers=False)
         except (TypeError, ValueError):
@@ -196,9 +194,9 @@ def _trace_moving(
     *,
     numbers: bool,
 ) -> JaxObject:
-    """Trace a function of its arrays, and of positional numbers of Python if ``numbers``.
+    """Trace a function of its arrays, and if ``numbers``, of its positional Python numbers.
 
-    Arguments that it changes in place (modules and optimisers of flax.nnx) are results, too.
+    Arguments changed in place (modules and optimisers of flax.nnx) are also results.
     """
     import jax
     import numpy as np
@@ -206,7 +204,7 @@ def _trace_moving(
     arrays = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
     plain = (int, float, complex)
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
-    # Keyword arguments that are plain Python values choose what a function does (train=True).
+    # Keyword arguments that are plain Python values select behaviour (train=True).
     first = len(jax.tree.leaves(args))
     moving = [
         isinstance(leaf, arrays)
@@ -228,7 +226,7 @@ def _trace_moving(
         ]
         return (kept, changed) if changed else kept
 
-    # JAX remembers traces by function.
+    # Use the function itself where possible, since JAX caches traces by function.
     if numbers and all(moving) and not _has_objects((args, kwargs), (*arrays, *plain)):
         return jax.jit(function).trace(*args, **kwargs)
 
@@ -236,7 +234,7 @@ def _trace_moving(
         return called((args, kwargs))
 
     if all(moving):
-        # Arguments keep their names, which plans tell.
+        # Keeps the names of arguments, which plans show.
         return jax.jit(functools.update_wrapper(whole, function)).trace(*args, **kwargs)
 
     def fixed(*arrays: object) -> object:
@@ -249,7 +247,7 @@ def _trace_moving(
 
 
 def _has_objects(tree: object, kinds: tuple[type, ...]) -> bool:
-    """Whether a tree has nodes that may change in place: no container or frozen dataclass."""
+    """Return whether a tree has nodes, other than containers, that may change in place."""
     import jax
 
     def may_change(node: object) -> bool:
@@ -265,20 +263,20 @@ def _call(function: Callable[..., object], *args: object, **kwargs: object) -> o
 
 
 def is_function_path(text: str) -> bool:
-    """Whether a text names a function in a Python file: ``train.py:step``."""
+    """Return whether a text names a function in a Python file: ``train.py:step``."""
     file, colon, name = text.rpartition(":")
     return bool(colon) and file.endswith(".py") and name.isidentifier()
 
 
 def load_function(text: str) -> FunctionCall:
-    """Import a Python file and take one of its functions with its example arguments.
+    """Import a Python file and return one of its functions with its example arguments.
 
     The arguments are ``FUNCTION.example_args``, else ``example_args`` of the module: a tuple, or a
-    function that returns one. Keyword arguments are ``example_kwargs`` in the same places, or the
-    dictionary of a pair of a tuple and a dictionary that is ``example_args``.
+    function that returns one. Keyword arguments are ``example_kwargs`` in the same places. Instead
+    of both, ``example_args`` may be a pair of a tuple and a dictionary.
 
     Args:
-        text: ``path/to/module.py:function``. Importing it runs its code.
+        text: ``path/to/module.py:function``. The import runs the code of the module.
 
     Raises:
         AbsentError: The file has no such function.
@@ -307,7 +305,7 @@ def load_function(text: str) -> FunctionCall:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Let a module import what lies beside it, as if it were run as a script."""
+    """Let a module import its neighbours, as if it were run as a script."""
     place = str(folder.resolve())
     sys.path.insert(0, place)
     try:
@@ -322,7 +320,7 @@ def _imported(path: Path, where: str) -> JaxObject:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles look their module up by name.
+    # Dataclasses and pickles look up their module by name.
     sys.modules.setdefault(path.stem, module)
     try:
         spec.loader.exec_module(module)
@@ -365,7 +363,7 @@ def _example(
 
 
 def _given(function: Callable[..., object], module: JaxObject, name: str, where: str) -> object:
-    """What a function, or else its module, gives under a name; ``None`` for nothing."""
+    """Return what a function, or else its module, defines under a name; ``None`` if nothing."""
     found = getattr(function, name, None)
     if found is None:
         found = getattr(module, name, None)

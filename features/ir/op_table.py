@@ -1,8 +1,8 @@
-"""What each op is, by HLO opcode: class, kind, FLOPs, operands, and how it reads and fuses.
+"""Facts of each op by HLO opcode: class, kind, FLOPs, operands, and how it reads and fuses.
 
-Costs, kinds, checks, plans and fusion rules take their own lists from it, so that a new op is one
-row of ``ops.toml``. Where its attributes, FLOPs, features or loop nest do not follow from its
-result, it is ``like`` an op that has such rules, or has rules of its own (ARCHITECTURE.md).
+Costs, kinds, checks, plans and fusion rules derive their own lists from this table, so that a new
+op is one row of ``ops.toml``. If its attributes, FLOPs, features or loop nest do not follow from
+its result, the op is ``like`` one that has such rules, or gets its own rules (ARCHITECTURE.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...common.files import own_data
 from ...common.types import JsonObject
 
 T = TypeVar("T")
-#: Lists of names that have no column in the table.
+#: Lists of names without a column in the table.
 NAMES = own_data("features/ir/op_names.toml")
 
 
@@ -22,38 +22,37 @@ class OpSpec(NamedTuple):
     """Facts of an op.
 
     Attributes:
-        column: Column of the feature table that counts such ops; empty: ``n_other``.
-        work: Column that adds up their work.
-        weight: Work per element, in units of a vector addition (rough throughput ratios of vector
-            units and vector math libraries; the learned part corrects them).
+        column: Column of the feature table that counts such ops; empty for ``n_other``.
+        work: Column that sums their work.
+        weight: Work per element in units of a vector addition (rough throughput ratios of vector
+            units and vector math libraries, which the learned part corrects).
         kind: Kind of a kernel of such an op; empty for arithmetic.
         flops: FLOPs per element of the first result, as XLA counts them; ``None`` if a rule in
             ``features/cost/flops.py`` counts them.
         transcendentals: Transcendentals per element of the first result.
         operands: Fewest operands.
-        called: Fewest computations that it calls.
+        called: Fewest called computations.
         reads: What part of its operands is read for a part of its result: the same ``share``; as
-            many elements of the first as the ``result`` has; all but the first, which it
-            ``update``s in place; ``all`` of each; or a ``grown`` share, since the result is larger.
+            many elements of the first as the ``result`` has; all but the first, which is
+            ``update``d in place; ``all`` of each; or a ``grown`` share, since the result is larger.
         elementwise: Whether operands and result have one shape, and each element depends on one
             element of each operand.
-        placed: Whether each element is read from a computed place, so that the op fuses like
+        placed: Whether each element is read from a computed index, so that the op fuses like
             elementwise ones.
         expensive: Whether it is too costly to repeat for each element of an overlapping window,
             after XLA's IsExpensive (instruction_fusion.cc).
-        cycles: Cycles of one element, roughly. XLA measures such figures for each device
-            (HloOpProfiles); these are engineering estimates in their order of magnitude, tuned so
-            that expensive producers are recomputed about as often as by the compiler
-            (docs/fused.md).
-        in_place: Whether its result may take over the buffer of an operand that nothing reads
+        cycles: Approximate cycles per element. XLA measures such figures for each device
+            (HloOpProfiles); these are order-of-magnitude estimates, tuned so that expensive
+            producers are recomputed about as often as by the compiler (docs/fused.md).
+        in_place: Whether its result may reuse the buffer of an operand that is not read
             afterwards, as in XLA's buffer assignment.
-        root: What the op as a fusion's root says about the emitter that a compiler chooses;
+        root: What the op as a fusion's root implies about the emitter that a compiler chooses;
             empty for arithmetic.
-        like: Op whose rules it follows where it has none of its own (:func:`by_op`): attributes,
-            FLOPs, details of a row, dimensions that a plan may cut; graph networks, whose list of
-            opcodes is fixed, see that op instead.
-        stablehlo: StableHLO names, separated by spaces, that are not the opcode with underscores;
-            names of CHLO with their dialect.
+        like: Op whose rules apply where the op has none of its own (:func:`by_op`): attributes,
+            FLOPs, details of a row, dimensions that a plan may split. Graph networks, whose list
+            of opcodes is fixed, see that op instead.
+        stablehlo: StableHLO names, separated by spaces, that differ from the opcode with
+            underscores; CHLO names include their dialect.
     """
 
     column: str = ""
@@ -76,12 +75,12 @@ class OpSpec(NamedTuple):
 
 
 def _read() -> dict[str, OpSpec]:
-    """Specs by opcode, in the order of ``ops.toml``."""
+    """Read the specs by opcode, in the order of ``ops.toml``."""
     data = own_data("features/ir/ops.toml")
     kinds: dict[str, JsonObject] = {}
 
     def whole(own: JsonObject) -> JsonObject:
-        """An entry with what it refines."""
+        """Merge an entry with the one that it refines."""
         return {**kinds[own["of"]], **own} if "of" in own else own
 
     def spec(own: JsonObject) -> OpSpec:
@@ -97,7 +96,7 @@ OPS = _read()
 
 
 def ops_with(has: Callable[[OpSpec], bool]) -> frozenset[str]:
-    """Return the opcodes whose facts fulfil a condition."""
+    """Return the opcodes whose specs satisfy a condition."""
     return frozenset(name for name, spec in OPS.items() if has(spec))
 
 
@@ -107,14 +106,14 @@ def named(key: str) -> frozenset[str]:
 
 
 def by_op(rules: Mapping[str, T]) -> dict[str, T]:
-    """Give the ops without a rule in a table the rule of the op that they are like."""
+    """Extend a table of rules to the ops that are ``like`` one with a rule."""
     likened = {name: rules[s.like] for name, s in OPS.items() if s.like in rules}
     return likened | dict(rules)
 
 
-#: Ops that act on each element alone, whose operands and result have one shape.
+#: Ops on single elements, whose operands and result have one shape.
 ELEMENTWISE = ops_with(lambda spec: spec.elementwise)
-#: Ops that compute each element from others at computed places; they fuse like elementwise ones.
+#: Ops that read each element from a computed index and fuse like elementwise ones.
 PLACED = ops_with(lambda spec: spec.placed)
 #: Ops that write part of their first operand in place.
 UPDATES = ops_with(lambda spec: spec.reads == "update")

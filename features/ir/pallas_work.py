@@ -1,9 +1,9 @@
 """Work of Pallas kernels, counted by walking their jaxprs over the grid.
 
-Scalar integers that follow from the grid's indices are computed for all points at once, so that
-loops run as often and branches are taken where they would be (causal attention skips half of its
-blocks). What depends on data is not known: of a branch the costliest side counts, and a kernel
-with a loop of such a length has no count.
+Scalar integers derived from grid indices are computed for all points at once, so that loops run and
+branches are taken as often as in reality (causal attention skips half of its blocks). For branches
+that depend on data the costliest side counts. A kernel with a loop whose length depends on data is
+not counted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ...common.types import JaxObject
 from .op_table import named
 from .program import STATED
 
-#: Points of a larger grid that are walked, drawn at random, and trips of a loop whose body depends
-#: on the trip, spread evenly. Engineering estimates: counts of causal attention err by 1 %.
+#: Points walked in a larger grid, drawn at random, and trips walked of a loop whose body depends on
+#: the trip, evenly spread. Engineering estimates: counts of causal attention are within 1 %.
 _POINTS, _TRIPS = 4096, 8
-#: Largest grid whose steps are compared for blocks that stay where they are.
+#: Largest grid whose steps are all compared to find blocks that do not move.
 _STEPS = 1 << 20
 _READS = frozenset(("get", "masked_load", "load"))
 _WRITES = frozenset(("swap", "masked_swap", "store", "addupdate"))
-#: On scalars; JAX divides integers towards zero.
+#: Operations on scalars; JAX divides integers towards zero.
 _SCALAR: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -51,7 +51,7 @@ _SCALAR: dict[str, Callable[..., np.ndarray]] = {
     "clamp": lambda low, x, high: np.clip(x, low, high),
     **dict.fromkeys(("convert_element_type", "reshape", "squeeze", "multiple_of"), lambda a: a),
 }
-#: How far a loop's counter is from its end, by the comparison that goes on.
+#: Distance of a loop's counter from its end, by the comparison for which the loop continues.
 _COMPARED: dict[str, Callable[..., np.ndarray]] = {
     "lt": lambda a, b: b - a,
     "le": lambda a, b: b - a + 1,
@@ -59,7 +59,7 @@ _COMPARED: dict[str, Callable[..., np.ndarray]] = {
     "ge": lambda a, b: a - b + 1,
     "ne": lambda a, b: np.abs(b - a),
 }
-#: Parameters of calls that hold what is called.
+#: Parameters of calls that hold the called jaxpr.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -68,7 +68,7 @@ class KernelWork(NamedTuple):
 
     Attributes:
         flops: Floating-point operations; a multiply-add counts as two.
-        transcendentals: exp, log, tanh and their like.
+        transcendentals: exp, log, tanh and the like.
         bytes: Bytes moved between the device's memory and the kernel.
     """
 
@@ -78,12 +78,12 @@ class KernelWork(NamedTuple):
 
 
 class _Unknown(Exception):
-    """The kernel's work depends on data."""
+    """The work of the kernel depends on data."""
 
 
 @dataclass(frozen=True)
 class _Ref:
-    """A reference to a kernel's operand or result, by its number; -1 for others."""
+    """A reference to a kernel's operand or result by its number, or -1 for other references."""
 
     number: int
 
@@ -97,7 +97,7 @@ class _Count:
     touched: dict[int, np.ndarray | float] = field(default_factory=dict)
 
     def add(self, other: _Count, times: np.ndarray | float = 1.0) -> None:
-        """Add the work of a part that runs some times at each point."""
+        """Add the work of a part that runs ``times`` times at each point."""
         self.flops = self.flops + times * other.flops
         self.transcendentals = self.transcendentals + times * other.transcendentals
         for number, size in other.touched.items():
@@ -109,11 +109,11 @@ def kernel_work(params: Mapping[str, JaxObject], *, streams: bool) -> KernelWork
 
     Args:
         params: Parameters of its equation.
-        streams: Whether blocks are moved step by step (TPUs); else caches hold what is read again.
+        streams: Whether blocks are moved in each step (TPUs) instead of being cached.
 
     Returns:
-        What the kernel states of itself (``cost_estimate``), and counts for the rest; ``None`` if
-        it depends on data.
+        The figures that the kernel declares (``cost_estimate``), and counts for the others;
+        ``None`` if the work depends on data.
     """
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     grid = tuple(mapping.grid)
@@ -123,7 +123,7 @@ def kernel_work(params: Mapping[str, JaxObject], *, streams: bool) -> KernelWork
         if not all(isinstance(size, int) for size in grid):
             raise _Unknown
         counted: Sequence[float] = _walked(jaxpr, mapping, grid, streams=streams)
-    # Primitives and parameters of another version of JAX: no count rather than a wrong one.
+    # A JAX version with other primitives or parameters gives no count rather than a wrong one.
     except (_Unknown, AttributeError, IndexError, KeyError, TypeError, ValueError):
         if not any(own > 0 for own in known[:2]):
             return None
@@ -152,17 +152,17 @@ def _walked(
     moved = 0.0
     for number, block in enumerate(mapping.block_mappings):
         touched, whole = summed(found.touched.get(number, 0.0)), _nbytes(_array(block))
-        # Caches hold what is read again; of memory that is read by hand only what is touched.
+        # Caches keep what is read again. Of memory that is read explicitly, only reads count.
         moved += (_fetched(block, grid) if streams else 0.0) or min(touched, whole)
     return KernelWork(summed(found.flops), summed(found.transcendentals), moved)
 
 
 class _Walk:
-    """Walks a kernel's jaxpr at points of its grid.
+    """Walks a kernel's jaxpr at some points of its grid.
 
     Args:
-        grid: Sizes.
-        ids: Indices of the points, shape ``(n,)`` for each dimension.
+        grid: Grid sizes.
+        ids: Indices of the points for each grid dimension, shape ``(n,)``.
     """
 
     def __init__(self, grid: tuple[int, ...], ids: Sequence[np.ndarray]) -> None:
@@ -174,12 +174,12 @@ class _Walk:
         """Count the work of a jaxpr and evaluate its results.
 
         Args:
-            jaxpr: Open or closed.
-            args: Scalars at all points, references, or ``None`` for what is not known.
-            consts: The same for what it captures.
+            jaxpr: An open or closed jaxpr.
+            args: Scalars at all points, references, or ``None`` for unknown values.
+            consts: The same for captured values.
 
         Raises:
-            _Unknown: A loop's length depends on data.
+            _Unknown: The length of a loop depends on data.
         """
         closed = [_scalar(value) for value in getattr(jaxpr, "consts", ())]
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -211,7 +211,7 @@ class _Walk:
         if name == "scan":
             return self._scan(params, inputs), unknown
         if name == "run_scoped":
-            # Captured values are constants of its jaxpr, which has none of its own.
+            # Captured values are constants of this jaxpr, which has no constants itself.
             inner = params["jaxpr"]
             return self.visit(inner, [_Ref(-1)] * len(inner.invars), inputs)[0], unknown
         called = next((params[k] for k in _CALLED if hasattr(params.get(k), "eqns")), None)
@@ -255,7 +255,7 @@ class _Walk:
         cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         env = dict(zip(cond.invars, [*inputs[:before], *state], strict=True))
         places = {var: n - before for n, var in enumerate(cond.invars)}
-        # Captured values stay.
+        # Captured values do not change.
         steps |= dict.fromkeys(range(-before, 0), 0)
         test = cond.eqns[-1] if cond.eqns else None
         if test is None or test.primitive.name not in _COMPARED:
@@ -263,7 +263,7 @@ class _Walk:
         sides = [_scalar(v.val) if hasattr(v, "val") else env.get(v) for v in test.invars]
         if not _all_arrays(sides):
             raise _Unknown
-        # One side moves, the other one stays.
+        # One side changes and the other one does not.
         moved = [0 if hasattr(v, "val") else steps.get(places[v]) for v in test.invars]
         if None in moved or moved.count(0) != 1 or len(cond.eqns) != 1:
             raise _Unknown
@@ -286,7 +286,7 @@ class _Walk:
         steps: Mapping[int, int],
         trips: np.ndarray,
     ) -> _Count:
-        parts = _TRIPS if _chooses(body) else 1
+        parts = _TRIPS if _has_branches(body) else 1
         done = _Count()
         for part in range(parts):
             trip = np.floor((part + 0.5) / parts * trips).astype(np.int64)
@@ -303,11 +303,11 @@ class _Walk:
 
 
 def _own_work(eqn: JaxObject, inputs: Sequence[object]) -> _Count:
-    """Work of one equation at a point; arithmetic on scalars is free."""
+    """Count the work of one equation per point; scalar arithmetic is free."""
     name = eqn.primitive.name
     result: JaxObject = eqn.outvars[0].aval if eqn.outvars else None
     if name in _READS or name in _WRITES:
-        # A swap's result is what was there before, of the same shape; a sum in place has none.
+        # A swap returns the previous value of the same shape; an in-place sum returns nothing.
         number = inputs[0].number if inputs and isinstance(inputs[0], _Ref) else -1
         return _Count(touched={number: _nbytes(eqn.invars[1].aval if result is None else result)})
     if name == "dma_start":
@@ -326,7 +326,7 @@ def _own_work(eqn: JaxObject, inputs: Sequence[object]) -> _Count:
 
 
 def _steps(body: JaxObject, consts: int) -> dict[int, int]:
-    """Counters of a loop: their places in its state, and what a trip adds to each."""
+    """Return the increment per trip of each counter, by its position in the loop's state."""
     made = {eqn.outvars[0]: eqn for eqn in body.eqns if eqn.primitive.name in ("add", "sub")}
     found = {}
     for place, (start, end) in enumerate(zip(body.invars[consts:], body.outvars, strict=False)):
@@ -339,18 +339,18 @@ def _steps(body: JaxObject, consts: int) -> dict[int, int]:
     return found
 
 
-def _chooses(jaxpr: JaxObject) -> bool:
-    """Whether a jaxpr has branches or loops, at any depth."""
+def _has_branches(jaxpr: JaxObject) -> bool:
+    """Return whether a jaxpr has branches or loops at any depth."""
     opened: JaxObject = getattr(jaxpr, "jaxpr", jaxpr)
     eqns = list(opened.eqns) if opened is not None else []
     inner = [eqn.params[key] for eqn in eqns for key in _CALLED if key in eqn.params]
     return any(eqn.primitive.name in ("cond", "while") for eqn in eqns) or any(
-        _chooses(own) for own in inner if own is not None and hasattr(own, "eqns")
+        _has_branches(own) for own in inner if own is not None and hasattr(own, "eqns")
     )
 
 
 def _fetched(block: JaxObject, grid: tuple[int, ...]) -> float:
-    """Bytes of an operand's or result's blocks, moved wherever the next step needs another one."""
+    """Return the bytes of an operand's or result's blocks, moved whenever the block changes."""
     space = str(getattr(getattr(block, "transformed_block_aval", None), "memory_space", "")).lower()
     if any(word in space for word in ("any", "hbm", "semaphore", "smem")):
         return 0.0
@@ -377,7 +377,7 @@ def _indices(steps: np.ndarray, grid: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _array(block: JaxObject) -> JaxObject:
-    """The whole array that a block is of, by its name in this version of JAX."""
+    """Return the array that a block is part of; its name depends on the JAX version."""
     return getattr(block, "array_aval", None) or block.array_shape_dtype
 
 

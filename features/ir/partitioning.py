@@ -1,6 +1,6 @@
-"""How many devices a program is written for: by its header, and by its shardings.
+"""Number of devices that a program is for, by its header and by its shardings.
 
-The header decides, as in XLA: where it sets one partition, shardings are dropped.
+As in XLA, the header decides: if it sets one partition, shardings are ignored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 # ``sdy.mesh<["x"=2, "y"=4]>``.
 _MESH = re.compile(r"sdy\.mesh<\[([^\]]*)\]")
-# ``devices=[2,4]<=[8]``, GSPMD's tiling; a last dimension of replicas counts as devices, too.
+# ``devices=[2,4]<=[8]``, GSPMD's tiling; a last dimension of replicas also counts as devices.
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
 
 
 def header_counts(source: SourceProgram) -> tuple[int, int]:
-    """Return the replicas and partitions that a program's header sets, each 1 by default."""
+    """Return the numbers of replicas and partitions in a program's header, 1 by default."""
     if source.kind == "hlo":
         return source.program.num_replicas, source.program.num_partitions
     from .mlir.bindings import module_counts
@@ -33,17 +33,15 @@ def header_counts(source: SourceProgram) -> tuple[int, int]:
 
 
 def annotated_devices(source: SourceProgram) -> int:
-    """Count the devices of the largest mesh or sharding that the ops name; 1 if none."""
-    data = source.compile_input
+    """Return the size of the largest mesh or sharding in the program; 1 if there is none."""
     if source.kind == "hlo":
         from .mlir.shardings import mesh_size
 
-        text = data if isinstance(data, str) else data.decode()
+        text = source.raw.decode()
         meshes = [mesh_size(axes) for axes in _MESH.findall(text)]
         return max([1, *meshes, *_tile_sizes(text)])
-    # Bytecode holds the names of attributes verbatim, so that few modules have to be walked.
-    raw = data.encode() if isinstance(data, str) else data
-    return _annotated_in(source.module) if b"sdy" in raw or b"sharding" in raw else 1
+    # A search in the raw input avoids walking most modules.
+    return _annotated_in(source.module) if re.search(b"sdy|sharding", source.raw) else 1
 
 
 def _annotated_in(module: ir.Module) -> int:
@@ -53,7 +51,7 @@ def _annotated_in(module: ir.Module) -> int:
     sizes = [1]
     for op in walk_ops(module):
         if op.name == "sdy.mesh":
-            # A mesh may be defined without being used: the largest one counts all the same.
+            # A mesh counts even if it is not used.
             sizes.append(mesh_size(str(op.attributes["mesh"])))
         elif "mhlo.sharding" in op.attributes:
             sizes += _tile_sizes(str(op.attributes["mhlo.sharding"]))
@@ -67,9 +65,9 @@ def _tile_sizes(text: str) -> list[int]:
 
 
 def sharding_note(source: SourceProgram) -> str:
-    """Note that shardings are ignored because the header sets one device; empty if none are."""
-    # Compiled modules are partitioned already; others with several partitions will be.
-    if _is_compiled(source) or header_counts(source) != (1, 1):
+    """Describe shardings that the header's single device overrides; empty if there are none."""
+    # Compiled modules are already partitioned; those with several partitions will be.
+    if source.is_compiled or header_counts(source) != (1, 1):
         return ""
     devices = annotated_devices(source)
     if devices == 1:
@@ -81,11 +79,9 @@ def sharding_note(source: SourceProgram) -> str:
 
 
 def joined_devices(source: SourceProgram) -> int:
-    """Count the devices that the program's collectives name; 1 if there are none."""
-    data = source.compile_input
-    raw = data.encode() if isinstance(data, str) else data
-    # Bytecode, too, holds names verbatim: most programs need not be turned into the IR here.
-    if not re.search(rb"replica_groups|source_target_pairs", raw):
+    """Count the devices in the groups of the program's collectives; 1 if there are none."""
+    # A search in the raw input avoids reading most programs into the IR.
+    if not re.search(rb"replica_groups|source_target_pairs", source.raw):
         return 1
     most = 0
     for computation in source.program.computations.values():
@@ -99,23 +95,24 @@ def joined_devices(source: SourceProgram) -> int:
 def check_one_device(
     source: SourceProgram, device: str, suggest: Callable[[str, int], str] | None = None
 ) -> None:
-    """Refuse to run a program for several devices on a single one.
+    """Raise an error if a program for several devices is to run on a single one.
 
     Args:
         source: The program.
         device: Name of the device.
-        suggest: Returns the name of a cluster of a number of devices; empty if there is none.
+        suggest: Returns the name of a cluster with a given number of devices; empty if there is
+            none.
 
     Raises:
         SeveralDevicesError: Its header sets several replicas or partitions, or its collectives
-            join several devices.
+            connect several devices.
     """
     replicas, partitions = header_counts(source)
     count = replicas * partitions
-    told = f"{replicas} replicas of {partitions} partitions"
+    reason = f"{replicas} replicas of {partitions} partitions"
     if count == 1:
         count = joined_devices(source)
-        told = "by its collectives"
+        reason = "by its collectives"
     if count == 1:
         return
     cluster = suggest(device, count) if suggest is not None else f"{device}-x{count}"
@@ -124,30 +121,30 @@ def check_one_device(
     hint = f"give a cluster instead: opcast predict {file} --cluster {place}"
     if cluster:
         hint += f", in Python opcast.predict(…, cluster={cluster!r})"
-    # One device can run all of what a partitioner would split, but not one part that is joined.
+    # One device can run a program that has yet to be partitioned, but not a single part of one.
     if joined_devices(source) == 1:
         hint += "; to have one device run the whole program: --whole with its file, in Python take "
         hint += f"{_header_names(source)} out of its header"
     raise SeveralDevicesError(
-        f"the program is for {count} devices ({told}), but a single device was given",
+        f"the program is for {count} devices ({reason}), but a single device was given",
         where=source.origin,
         hint=hint,
     )
 
 
 def check_several_devices(source: SourceProgram, cluster: str, size: int, device: str) -> None:
-    """Refuse to run a program for one device on a cluster.
+    """Raise an error if a program for one device is to run on a cluster.
 
-    A program with collectives passes whatever its header states: each device runs it as it is.
+    A program with collectives is accepted whatever its header states: each device runs it as it is.
 
     Args:
         source: The program.
         cluster: Name of the cluster.
-        size: Number of its devices.
+        size: Number of devices in the cluster.
         device: Name of the cluster's device.
 
     Raises:
-        ProgramError: Neither its header nor a collective is for several devices.
+        ProgramError: Neither the header nor a collective is for several devices.
     """
     if size == 1 or header_counts(source) != (1, 1):
         return
@@ -165,10 +162,6 @@ def check_several_devices(source: SourceProgram, cluster: str, size: int, device
     )
 
 
-def _is_compiled(source: SourceProgram) -> bool:
-    return source.kind == "hlo" and source.program.is_scheduled
-
-
 def _how_to_split(source: SourceProgram, devices: int) -> str:
     value = f"num_partitions={devices}"
     value = value if source.kind == "hlo" else f"mhlo.num_partitions = {devices} : i32"
@@ -182,15 +175,15 @@ def _header_names(source: SourceProgram) -> str:
 
 
 def partitions_as_replicas(module: ir.Module, count: int) -> ir.Module:
-    """A copy of a module that is partitioned already, its partitions renamed replicas.
+    """Copy a partitioned module, turning its partitions into replicas.
 
-    XLA's partitioner runs on every module of several partitions, and refuses ``partition_id`` where
-    nothing is left to partition. With one partition, a collective's groups mean replicas once it
-    has no channel. Ops keep their places in the walk.
+    XLA's partitioner runs on every module with several partitions, and rejects ``partition_id`` if
+    nothing is left to partition. With one partition, groups of a collective without a channel mean
+    replicas. Ops keep their positions in the walk.
 
     Args:
         module: StableHLO with explicit collectives and no shardings.
-        count: Its partitions.
+        count: Number of partitions.
     """
     from jaxlib.mlir import ir
 

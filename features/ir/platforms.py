@@ -1,9 +1,9 @@
-"""The platform that a program was lowered for: JAX lowers one function differently for each.
+"""Platforms that programs were lowered for, since JAX lowers one function differently for each.
 
-Random numbers become a loop on a CPU and straight code elsewhere, attention may become a call of
-cuDNN, and ``jax.lax.platform_dependent`` may be anything: a program that was lowered for another
-platform than the device's has other kernels. Of an export for several, one platform's branches
-can be taken.
+Random numbers become a loop on CPUs and straight-line code elsewhere, attention may become a cuDNN
+call, and ``jax.lax.platform_dependent`` may be anything. A program that was lowered for another
+platform than the device's therefore has other kernels. From an export for several platforms, the
+branches of one can be selected.
 """
 
 from __future__ import annotations
@@ -21,32 +21,34 @@ if TYPE_CHECKING:
     from ..devices.device import DeviceSpec
     from .reader import SourceProgram
 
-#: Argument of every function of an export for several platforms that depends on the platform: its
-#: number in the export's list (jax/_src/interpreters/mlir.py, lower_jaxpr_to_module).
+#: Argument with the platform's number in the export's list, which JAX adds to each function that
+#: depends on the platform (jax/_src/interpreters/mlir.py, lower_jaxpr_to_module).
 INDEX = "_platform_index"
-#: JAX's other names for the platforms.
+#: Other names that JAX uses for platforms.
 _ALIASES = {"gpu": "cuda"}
-#: Custom calls that one platform alone has, as JAX's lowering rules name them.
+#: Custom calls that only one platform has, by their names in JAX's lowering rules.
 _CALLS = {
     "cpu": re.compile(r"lapack_|blas_|cpu_"),
     "cuda": re.compile(r"__cudnn\$|__cublas\$|cu(?:blas|solver|dnn|sparse|_)|mosaic_gpu"),
     "rocm": re.compile(r"hip(?:blas|solver|sparse|_)|miopen"),
     "tpu": re.compile(r"tpu_custom_call"),
 }
-#: Traces of any of these, or of a loop of Threefry, in bytecode, which holds names verbatim.
+#: Parts of the names of these calls, and of Threefry loops, as found in bytecode.
 _TRACES = re.compile(
     rb"threefry2x32|lapack_|blas_|cpu_|cudnn|cublas|solver|sparse|cu_|hip_|miopen|mosaic_gpu|"
     rb"tpu_custom_call"
 )
+#: Module attribute in XLA's dialect that is preserved for front ends, and opcast's key in it.
+_FRONTEND, _LOWERED_FOR = "mhlo.frontend_attributes", "opcast_platforms"
 
 
 class Platform(NamedTuple):
-    """What a function is lowered for.
+    """Target of a lowering.
 
     Attributes:
-        name: One of :data:`PLATFORMS`.
+        name: JAX's name of the platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``.
         capability: Compute capability of an NVIDIA GPU times ten; 0 for others and unknown ones.
-        kind: What JAX calls a TPU (``TPU v5 lite``); empty for others and unknown ones.
+        kind: JAX's device kind of a TPU (``TPU v5 lite``); empty for others and unknown ones.
     """
 
     name: str
@@ -55,14 +57,14 @@ class Platform(NamedTuple):
 
 
 def platform_of(device: DeviceSpec) -> Platform:
-    """Return the platform of a device, as JAX calls it.
+    """Return the platform of a device by JAX's name.
 
-    GPUs are CUDA's unless they are AMD's: JAX has no name for GPUs of other vendors.
+    GPUs other than AMD's are CUDA devices, since JAX has no names for further vendors.
     """
     if device.platform != "gpu":
         kinds = (name for name in device.aliases if name.startswith("TPU "))
         return Platform(device.platform, kind=next(kinds, ""))
-    # Measured devices have no vendor, but JAX's device kind as their name.
+    # Measured devices have no vendor; their name is JAX's device kind.
     words = f"{device.vendor} {device.name} {' '.join(device.aliases)}".lower()
     if re.search(r"\bamd\b|instinct|radeon|\bmi\d{3}", words):
         return Platform("rocm")
@@ -70,7 +72,7 @@ def platform_of(device: DeviceSpec) -> Platform:
 
 
 def platform_here() -> Platform:
-    """Return the platform of JAX's default backend, as a device that nobody measured has it."""
+    """Return the platform of JAX's default backend."""
     import jax
 
     name = jax.default_backend()
@@ -79,16 +81,14 @@ def platform_here() -> Platform:
 
 
 def known_platform(name: str) -> str:
-    """Return JAX's name of a platform: ``gpu`` stands for ``cuda``."""
+    """Return JAX's canonical name of a platform, such as ``cuda`` for ``gpu``."""
     return _ALIASES.get(name, name)
 
 
 def evident_platform(source: SourceProgram) -> str:
-    """Infer from its ops which platform StableHLO was lowered for; empty if they do not show it."""
-    data = source.compile_input
-    raw = data.encode() if isinstance(data, str) else data
-    # Most programs need not be walked.
-    if source.kind != "stablehlo" or not _TRACES.search(raw):
+    """Infer the platform that StableHLO was lowered for from its ops; empty if they do not tell."""
+    # A search in the raw input avoids walking most programs.
+    if source.kind != "stablehlo" or not _TRACES.search(source.raw):
         return ""
     from .mlir.bindings import walk_ops
 
@@ -97,7 +97,7 @@ def evident_platform(source: SourceProgram) -> str:
         if op.name == "stablehlo.custom_call":
             target = str(op.attributes["call_target_name"]).strip('"')
             found |= {name for name, calls in _CALLS.items() if calls.match(target)}
-        # JAX rolls the rounds of Threefry into a loop on CPUs alone (jax/_src/prng.py).
+        # JAX makes the Threefry rounds a loop on CPUs only (jax/_src/prng.py).
         elif op.name == "func.func" and "threefry2x32" in str(op.attributes["sym_name"]):
             blocks = op.regions[0].blocks
             if any(o.operation.name == "stablehlo.while" for b in blocks for o in b.operations):
@@ -105,17 +105,11 @@ def evident_platform(source: SourceProgram) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _chooses(source: SourceProgram) -> bool:
-    """Whether StableHLO takes the number of its platform as an argument."""
-    data = source.compile_input
-    raw = data.encode() if isinstance(data, str) else data
-    return source.kind == "stablehlo" and INDEX.encode() in raw
-
-
 def platform_note(source: SourceProgram, device: DeviceSpec) -> str:
-    """Note that a program was lowered for another platform than a device's; empty if it was not."""
+    """Describe a mismatch between a program's platform and a device's; empty if there is none."""
     wanted = platform_of(device).name
-    if not source.platforms and _chooses(source):
+    several = source.kind == "stablehlo" and INDEX.encode() in source.raw
+    if several and not source.platforms:
         return (
             f"{WARNING}the program was exported for several platforms, and the file does not state "
             "which: the costliest of all branches counts; keep the whole export "
@@ -136,14 +130,14 @@ def platform_note(source: SourceProgram, device: DeviceSpec) -> str:
 
 
 def for_platform(module: ir.Module, number: int) -> ir.Module:
-    """Copy a module with the branches of one platform only.
+    """Copy a module with only the branches of one platform.
 
     Args:
-        module: As JAX exports it for several platforms.
-        number: Number of the platform in the export's list.
+        module: Exported by JAX for several platforms.
+        number: Position of the platform in the export's list.
 
     Returns:
-        The copy, without the argument of ``main`` that chose; the module itself if it has none.
+        The copy, without the platform argument of ``main``; the module itself if it has none.
     """
     from jaxlib.mlir import ir
 
@@ -158,7 +152,7 @@ def for_platform(module: ir.Module, number: int) -> ir.Module:
         pending = [(name, place) for name, place in found if place is not None]
         if not pending:
             return module
-        # Some functions (jax/_src/prng.py) get the number without any mark.
+        # Some functions (jax/_src/prng.py) take the number without marking the argument.
         fixed = set(pending)
         while pending:
             name, place = pending.pop()
@@ -170,7 +164,7 @@ def for_platform(module: ir.Module, number: int) -> ir.Module:
                     fixed.add(target)
                     pending.append(target)
         for name, place in fixed:
-            # Callers of other functions still pass the number; nobody passes any to main.
+            # Calls of other functions still pass the number, but nothing passes one to main.
             if name == "main":
                 _drop_argument(functions[name], place)
         for function in functions.values():
@@ -179,7 +173,7 @@ def for_platform(module: ir.Module, number: int) -> ir.Module:
 
 
 def _index_argument(function: ir.Operation) -> int | None:
-    """Number of the argument that JAX marks as the platform's number."""
+    """Return the position of the argument that JAX marks as the platform's number."""
     if "arg_attrs" not in function.attributes:
         return None
     attributes: Any = function.attributes["arg_attrs"]
@@ -197,7 +191,7 @@ def _callee(op: Any) -> str:
 
 
 def _fix(function: ir.Operation, place: int, number: int) -> ir.Value[ir.Type]:
-    """Replace an argument of a function by a constant, and return that."""
+    """Replace an argument of a function by a constant and return the constant."""
     from jaxlib.mlir import ir
 
     block = function.regions[0].blocks[0]
@@ -230,11 +224,11 @@ def _drop_argument(function: ir.Operation, place: int) -> None:
 
 
 def _take_branches(function: ir.Operation) -> None:
-    """Put the chosen branch in place of every case whose index is a constant, outermost first."""
+    """Replace each case with a constant index by its branch, outermost first."""
     pending = [block for region in function.regions for block in region.blocks]
     while pending:
         block = pending.pop()
-        # Again from the start after each replacement: what it brought may be decided now.
+        # Restart after each replacement, since the index of a moved case may be constant now.
         while (case := next((op for op in _cases(block)), None)) is not None:
             _inline(*case)
         for view in block.operations:
@@ -253,7 +247,7 @@ def _cases(block: ir.Block) -> list[tuple[ir.Operation, int]]:
 
 
 def _constant(value: ir.Value[ir.Type]) -> int | None:
-    """The integer that a value is, if that is known."""
+    """Return the integer value of a constant; ``None`` if it is unknown."""
     from jaxlib.mlir import ir
 
     owner: Any = value.owner
@@ -261,7 +255,7 @@ def _constant(value: ir.Value[ir.Type]) -> int | None:
         return None
     if owner.name == "stablehlo.convert":
         return _constant(owner.operands[0])
-    # Around the number of a branch (jax.lax.switch), in versions before 0.5.
+    # JAX versions before 0.5 clamp the branch number (jax.lax.switch).
     if owner.name == "stablehlo.clamp":
         low, number, high = map(_constant, owner.operands)
         if low is None or number is None or high is None:
@@ -283,29 +277,26 @@ def _inline(case: ir.Operation, number: int) -> None:
     case.erase()
 
 
-#: Attribute of a module in XLA's own dialect for what front ends want kept.
-_FRONTEND, _SAID = "mhlo.frontend_attributes", "opcast_platforms"
-
-
-def say_platform(module: ir.Module, platforms: Sequence[str]) -> ir.Module:
-    """Copy a module with an attribute that names the platforms it was lowered for."""
+def mark_platforms(module: ir.Module, platforms: Sequence[str]) -> ir.Module:
+    """Copy a module and add an attribute with the platforms that it was lowered for."""
     from jaxlib.mlir import ir
 
     from .mlir.bindings import copy_module
 
     copy = copy_module(module)
     with copy.context:
-        said = ir.DictAttr.get({_SAID: ir.StringAttr.get(",".join(platforms))})
-        copy.operation.attributes[_FRONTEND] = said
+        mark = ir.DictAttr.get({_LOWERED_FOR: ir.StringAttr.get(",".join(platforms))})
+        copy.operation.attributes[_FRONTEND] = mark
     return copy
 
 
-def said_platforms(module: ir.Module) -> tuple[str, ...]:
-    """Return the platforms that a module states it was lowered for; empty if it states none."""
+def marked_platforms(module: ir.Module) -> tuple[str, ...]:
+    """Return the platforms that a module was marked with; empty if there are none."""
     from jaxlib.mlir import ir
 
     with module.context:
         if _FRONTEND not in module.operation.attributes:
             return ()
         own = ir.DictAttr(module.operation.attributes[_FRONTEND])
-        return tuple(ir.StringAttr(own[_SAID]).value.split(",")) if _SAID in own else ()
+        marked = _LOWERED_FOR in own
+        return tuple(ir.StringAttr(own[_LOWERED_FOR]).value.split(",")) if marked else ()

@@ -1,4 +1,4 @@
-"""In which type, and in how many products of it, a matrix product is computed."""
+"""Type in which a matrix product is computed, and the number of products of it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .program import (
     dtype_family,
 )
 
-#: An algorithm as HLO names it: ``dot_bf16_bf16_f32_x6``, in protocol buffers ``ALG_DOT_…``.
+#: An algorithm by HLO's name: ``dot_bf16_bf16_f32_x6``, in protocol buffers ``ALG_DOT_…``.
 _ALGORITHM = re.compile(r"dot_(any_f8|[a-z0-9]+)_(?:any_f8|[a-z0-9]+)_[a-z0-9]+(?:_x(\d+))?")
-#: Ops with attributes of precision.
+#: Ops with a precision attribute.
 _PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
-#: Products of bf16 that a TPU makes of one of f32, by precision. Its compiler writes the algorithms
-#: of three and of six so (libtpu of JAX 0.10).
+#: Number of bf16 products by which a TPU computes one of f32, by precision. These algorithms appear
+#: in the output of its compiler (libtpu of JAX 0.10).
 _TPU_PASSES = {"highest": 6, "high": 3}
 _INTEGERS = frozenset(t for t in DTYPE_BITS if dtype_family(t) == INTEGER)
 _BELOW_A_BYTE = frozenset(t for t in _INTEGERS if DTYPE_BITS[t] < 8)
@@ -37,7 +37,7 @@ class Arithmetic(NamedTuple):
 
     Attributes:
         rate: Type that the matrix unit multiplies, a key of :attr:`DeviceSpec.peak_flops`.
-        passes: Products of that type that one product of real numbers is made of.
+        passes: Products of that type per product of real numbers.
         parts: 2 for complex numbers, which are pairs, else 1.
     """
 
@@ -47,14 +47,14 @@ class Arithmetic(NamedTuple):
 
     @property
     def times(self) -> int:
-        """Real products in all: four for a complex one, the default of GEMM libraries."""
+        """Real products in total: four per complex one, the default of GEMM libraries."""
         return self.passes * self.parts**2
 
     def operand_bytes(self, lhs: TensorType, rhs: TensorType) -> tuple[float, float]:
-        """Bytes of both operands as they are multiplied, never fewer than they have in memory.
+        """Return the bytes of both operands as multiplied, at least those that they have in memory.
 
-        A complex product is a real one of twice the rows and twice the contraction: the first
-        operand has each number twice.
+        A complex product is computed as a real one with twice the rows and twice the contraction,
+        for which the first operand is stored twice.
         """
         if self.times == 1:
             return lhs.nbytes, rhs.nbytes
@@ -64,14 +64,13 @@ class Arithmetic(NamedTuple):
 
 
 def arithmetic(dtype: str, attrs: Mapping[str, object]) -> Arithmetic:
-    """How a ``dot``, ``convolution`` or library call of one is computed.
+    """Derive how a ``dot``, a ``convolution`` or a library call for one is computed.
 
-    XLA runs f32 operands at precision ``default`` and ``high`` as TF32 where the device has it, and
-    the parts of c64 alike (``GetBlasComputationType`` of XLA's gpu/matmul_utils.cc); only
-    ``highest`` asks for true FP32. Libraries do so on CUDA alone, but kernels that Triton generates
-    (``IsTf32Allowed`` of its dot algorithms) on MI300, too, whose units have it. An algorithm
-    decides alone, whatever the precision: it names the types, and after ``x`` the products that it
-    splits one into.
+    At precision ``default`` and ``high``, XLA runs f32 operands and the parts of c64 as TF32 where
+    the device has it (``GetBlasComputationType`` of XLA's gpu/matmul_utils.cc); only ``highest``
+    means FP32. Libraries do so only on CUDA, but Triton kernels (``IsTf32Allowed`` of its dot
+    algorithms) also on MI300, whose units support it. An algorithm overrides the precision: its
+    name gives the types and, after ``x``, the number of products per product.
 
     Args:
         dtype: Element type of the operands.
@@ -82,22 +81,23 @@ def arithmetic(dtype: str, attrs: Mapping[str, object]) -> Arithmetic:
     named = _ALGORITHM.search(text)
     if named is not None:
         kind, passes = named[1], int(named[2] or 1)
-        # "any_f8" is the operands' own type.
+        # "any_f8" means the type of the operands.
         return Arithmetic(kind if kind == REDUCED or kind in DTYPE_BITS else real, passes, parts)
     exact = real != "f32" or "highest" in text
     return Arithmetic(real if exact else REDUCED, 1, parts)
 
 
 def as_computed(program: Program, platform: str, narrow: frozenset[str] | None = None) -> Program:
-    """The program with products that state by algorithms how a platform computes them.
+    """Copy a program, adding algorithms to products that the platform computes in another way.
 
-    What reads kernels knows no platform. A TPU takes an f32 product at ``highest`` as six of bf16,
-    at ``high`` as three; other platforms widen formats that they lack (:func:`widened`).
+    Consumers of kernels do not know the platform. A TPU computes an f32 product at ``highest`` as
+    six products of bf16 and at ``high`` as three; other platforms widen formats without hardware
+    support (:func:`widened`).
 
     Args:
-        program: Left as it is.
+        program: Not changed.
         platform: ``cpu``, ``gpu`` or ``tpu``; empty if unknown.
-        narrow: As for :func:`widened`; ``None`` where a compiler has widened already.
+        narrow: As for :func:`widened`; ``None`` if a compiler has widened the operands already.
     """
     if platform != "tpu" and narrow is None:
         return program
@@ -106,7 +106,7 @@ def as_computed(program: Program, platform: str, narrow: frozenset[str] | None =
         stated = {
             place: algorithm
             for place, op in enumerate(comp.ops)
-            if op.opcode in _PRODUCTS and (algorithm := _meant(op, comp, platform, narrow))
+            if op.opcode in _PRODUCTS and (algorithm := _implied(op, comp, platform, narrow))
         }
         if stated:
             ops = list(comp.ops)
@@ -117,43 +117,43 @@ def as_computed(program: Program, platform: str, narrow: frozenset[str] | None =
     return replace(program, computations={**program.computations, **changed})
 
 
-def _meant(op: Op, comp: Computation, platform: str, narrow: frozenset[str] | None) -> str:
-    """The algorithm that a product without one means on a platform; empty if it is as written."""
+def _implied(op: Op, comp: Computation, platform: str, narrow: frozenset[str] | None) -> str:
+    """Return the algorithm that a platform uses for a product; empty if it is as written."""
     text, own = _text(op.attrs), [comp.ops[i].type.dtype for i in op.operands[:2]]
     if _ALGORITHM.search(text):
         return ""
     if platform == "tpu":
-        asked = next((name for name in _TPU_PASSES if name in text), "")
-        exact = not asked or PARTS.get(own[0], own[0]) != "f32"
-        return "" if exact else f"dot_bf16_bf16_f32_x{_TPU_PASSES[asked]}"
+        precision = next((name for name in _TPU_PASSES if name in text), "")
+        exact = not precision or PARTS.get(own[0], own[0]) != "f32"
+        return "" if exact else f"dot_bf16_bf16_f32_x{_TPU_PASSES[precision]}"
     wide = widened(own, op.type.dtype, narrow) if op.opcode == "dot" else ""
     return f"dot_{wide}_{wide}_{op.type.dtype}" if wide else ""
 
 
 def widened(own: Collection[str], result: str, narrow: frozenset[str] | None) -> str:
-    """The type that operands of formats without a kernel are widened to (XLA of JAX 0.10).
+    """Return the type to which operands of unsupported formats are widened (XLA of JAX 0.10).
 
-    Floats of up to 8 bits that the matrix units lack become 16 bits wide, integers of fewer than 8
-    what their product is accumulated in, also beside ones of 8 bits.
+    Floats of up to 8 bits that the matrix units lack become 16 bits wide. Integers of fewer than 8
+    bits, also when multiplied with 8-bit ones, become the accumulator type of the product.
 
     Args:
         own: Element types of the operands of a ``dot`` on a CPU or GPU.
-        result: That of its result.
-        narrow: Floats of 8 bits that the units have; ``None`` leaves products of floats alone.
+        result: Element type of the result.
+        narrow: 8-bit floats that the units support; ``None`` leaves products of floats unchanged.
 
     Returns:
-        Its name; empty if they are multiplied as they are.
+        HLO name of the type; empty if the operands are multiplied as they are.
     """
     if narrow is not None and (_SMALL_FLOATS - narrow).intersection(own):
         return "f16" if set(own) == {"f8e5m2"} else "bf16"
     if _BELOW_A_BYTE.intersection(own) and _INTEGERS.issuperset(own):
-        # XLA's operand upcaster; products of s8 alone are left as they are.
+        # From XLA's operand upcaster, which leaves products of two s8 operands unchanged.
         return result if DTYPE_BITS[result] >= 32 else "s32"
     return ""
 
 
 def algorithm_name(stated: Mapping[str, object]) -> str:
-    """HLO's name of an algorithm that StableHLO states by its types and its number of products."""
+    """Return HLO's name of an algorithm that StableHLO gives as types and number of products."""
     kinds = (
         stated.get(f"{key}_type") for key in ("lhs_precision", "rhs_precision", "accumulation")
     )
@@ -162,8 +162,8 @@ def algorithm_name(stated: Mapping[str, object]) -> str:
 
 
 def _text(attrs: Mapping[str, object]) -> str:
-    # Attributes come as tuples (StableHLO), texts (HLO) or dictionaries (library calls): their
-    # names are searched as text.
+    # Attributes are tuples (StableHLO), text (HLO) or dictionaries (library calls), so their names
+    # are searched as text.
     config = attrs.get("backend_config")
     parts = [attrs.get("operand_precision", ""), attrs.get("algorithm", "")]
     if isinstance(config, dict):

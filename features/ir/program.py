@@ -1,10 +1,10 @@
-"""The one intermediate representation: programs, computations and ops, in HLO's vocabulary.
+"""The intermediate representation: programs, computations and ops, in the vocabulary of HLO.
 
 StableHLO (text, bytecode, exports) and HLO text are both read into these classes, so that FLOPs,
 bytes and features are defined once. Opcodes are HLO's (``dot``, ``dynamic-update-slice``); an op
 that HLO lacks keeps its dialect (``chlo.erf_inv``). Values are ops, as in HLO: an op with several
-results has ``is_tuple`` and its users read it through ``get-tuple-element``. Element types are
-HLO's, too, with their widths, families, codes and other names.
+results has ``is_tuple``, and its users read it through ``get-tuple-element``. The module also
+defines the widths, families, codes and other names of HLO's element types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES = (
     "pred s1 u1 s2 u2 s4 u4 s8 u8 s16 u16 s32 u32 s64 u64 f4e2m1fn f6e2m3fn f6e3m2fn f8e3m4 f8e4m3 "
     "f8e4m3fn f8e4m3b11fnuz f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu bf16 f16 f32 f64 c64 c128"
 )
-#: Bits per element, by HLO type name, which begins with them. XLA stores a ``pred`` in a byte.
+#: Bits per element by HLO type name. XLA stores a ``pred`` in a byte.
 DTYPE_BITS: dict[str, int] = {
     **{name: int(re.findall(r"\d+|pred", name)[0].replace("pred", "8")) for name in _NAMES.split()},
     "token": 0,
@@ -29,22 +29,22 @@ DTYPE_BITS: dict[str, int] = {
 }
 #: Types of the two parts of complex numbers.
 PARTS = {"c64": "f32", "c128": "f64"}
-#: Matrix rate of f32 operands that the compiler may round to TensorFloat-32; a device without such
-#: a unit uses its f32 rate.
+#: Name of the matrix rate for f32 operands that may be rounded to TensorFloat-32; devices without
+#: such a unit use their f32 rate.
 REDUCED = "tf32"
-#: Types in a fixed order; a dtype's code is its position. The last one is the matrix rate
-#: :data:`REDUCED` rather than an HLO type. Saved feature rows hold codes: append only.
+#: Types in a fixed order; the code of a dtype is its position. The last one is the matrix rate
+#: :data:`REDUCED` instead of an HLO type. Saved feature rows contain codes: append only.
 DTYPES = (*DTYPE_BITS, REDUCED)
 DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 
-#: Families of types that run at similar rates. The last one, for tokens, is none of the others
-#: (features/table/row.py counts on its place).
+#: Families of types with similar rates. The last one, for tokens, is not a numeric type
+#: (features/table/row.py relies on its position).
 FAMILIES = ("float", "half", "float8", "integer", "pred", "complex", "none")
 FLOAT, HALF, FLOAT8, INTEGER, PRED, COMPLEX, NONE = range(len(FAMILIES))
 
 
 def dtype_family(dtype: str) -> int:
-    """Return the family of an HLO type: FLOAT is f32 and f64, HALF is bf16 and f16."""
+    """Return the family of an HLO type; FLOAT is f32 and f64, HALF is bf16 and f16."""
     if dtype in ("f32", "f64"):
         return FLOAT
     if dtype in ("bf16", "f16"):
@@ -57,8 +57,8 @@ def dtype_family(dtype: str) -> int:
 
 
 def _numpy_name(dtype: str) -> str:
-    # HLO's s and u are int and uint in NumPy; small floats carry their format after the width, as
-    # in float8_e4m3fn.
+    # HLO's s and u are int and uint in NumPy; names of small floats include the format, as in
+    # float8_e4m3fn.
     if dtype[0] in "su":
         return ("int" if dtype[0] == "s" else "uint") + dtype[1:]
     if dtype in ("f16", "f32", "f64"):
@@ -66,7 +66,7 @@ def _numpy_name(dtype: str) -> str:
     return f"float{dtype[1]}_{dtype[2:]}"
 
 
-#: Names of HLO types in NumPy and in ml_dtypes, which JAX uses too.
+#: Names of HLO types in NumPy and in ml_dtypes, which JAX also uses.
 NUMPY_NAMES = {dtype: _numpy_name(dtype) for dtype in DTYPE_BITS if dtype[0] in "suf"} | {
     "pred": "bool",
     "bf16": "bfloat16",
@@ -76,12 +76,18 @@ NUMPY_NAMES = {dtype: _numpy_name(dtype) for dtype in DTYPE_BITS if dtype[0] in 
 #: The inverse of :data:`NUMPY_NAMES`.
 HLO_NAMES = {name: dtype for dtype, name in NUMPY_NAMES.items()}
 
+# Key of the frontend attribute with the FLOPs, transcendentals and bytes of a kernel, which are
+# counted when its function is lowered.
+WORK = "opcast_work"
+#: Figures that a kernel may declare, by the names of ``pl.CostEstimate``.
+STATED = ("flops", "transcendentals", "bytes_accessed")
+_WORK = re.compile(rf'{WORK}="([^"]*)"')
 
 T = TypeVar("T")
-#: Memory spaces on a TPU's chip: VMEM, the CMEM of a v4, scalar memory.
-#: Numbers as libtpu prints them in layouts: S(1), S(3) and S(6).
+#: Memory spaces on a TPU's chip: VMEM, the CMEM of a v4, and scalar memory, by the numbers that
+#: libtpu prints in layouts: S(1), S(3) and S(6).
 ON_CHIP = frozenset((1, 3, 6))
-#: Ops that run no code on any target: they name, group or order values.
+#: Ops that run no code on any target, as they only name, group or order values.
 BOOKKEEPING = named("bookkeeping")
 #: Collectives, which also occur as ``X-start`` and ``X-done``.
 COLLECTIVES = (
@@ -93,19 +99,19 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-#: Constants of more elements keep no value: no rule asks for one, and texts stay short.
+#: Constants with more elements are read without a value: no rule needs it, and text stays short.
 MAX_CONSTANT_SIZE = 64
 
 
 class TensorType(NamedTuple):
-    """Element type, shape and layout of one array value.
+    """Element type, shape and layout of an array.
 
     Attributes:
         dtype: HLO name of the element type (``f32``, ``bf16``, ``pred``, ``token`` …).
         shape: Static dimension sizes.
         layout: Minor-to-major dimension order; ``None`` means row-major.
-        memory_space: Where the array lies, XLA's ``S(n)``: 0 is the device's main memory, those of
-            :data:`ON_CHIP` are on a TPU's chip, 5 is the host's memory.
+        memory_space: XLA's ``S(n)``: 0 is the device's main memory, those of :data:`ON_CHIP` are on
+            a TPU's chip, 5 is the host's memory.
     """
 
     dtype: str
@@ -120,8 +126,8 @@ class TensorType(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, sub-byte types packed."""
-        # XLA packs 4-bit types two to a byte, rounded up over the whole array.
+        """Bytes in memory, with sub-byte types packed."""
+        # XLA packs 4-bit types two per byte; the total is rounded up.
         return (self.size * DTYPE_BITS[self.dtype] + 7) // 8
 
     def __str__(self) -> str:
@@ -130,18 +136,18 @@ class TensorType(NamedTuple):
 
 
 def constant_value(elements: list[T]) -> T | list[T] | None:
-    """Value under which a constant is kept.
+    """Return the value to store for a constant.
 
     Args:
-        elements: All elements, row-major; a single one stands for a splat.
+        elements: All elements, row-major; a single one for a splat.
 
     Returns:
-        A scalar for scalars and splats, the list up to :data:`MAX_CONSTANT_SIZE` elements,
+        A scalar for scalars and splats, the list for up to :data:`MAX_CONSTANT_SIZE` elements,
         otherwise ``None``.
     """
     if elements and elements.count(elements[0]) == len(elements):
         return elements[0]
-    # Splats were taken above, whatever their size: a fill's value decides rewrites.
+    # Splats of any size are handled above, since the value of a fill affects rewrites.
     return elements if 0 < len(elements) <= MAX_CONSTANT_SIZE else None
 
 
@@ -158,13 +164,13 @@ class WindowDim(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a kernel or op came from.
+    """Origin of a kernel or op.
 
     Attributes:
         op: Name of the StableHLO op, such as ``stablehlo.dot_general``, or the framework's op name.
-        file: File of the user's program; of the StableHLO text if it carries no locations.
+        file: File of the user's program, or of the StableHLO text if it has no locations.
         line: Line in that file; 0 if unknown.
-        index: Position of the StableHLO op in the program's walk order; -1 if not known.
+        index: Position of the StableHLO op in the walk over the program; -1 if unknown.
     """
 
     op: str
@@ -180,12 +186,12 @@ class Op:
     Attributes:
         name: Unique within the program.
         opcode: HLO opcode.
-        operands: Indices of the producing ops within ``Computation.ops``.
+        operands: Positions of the operand ops within ``Computation.ops``.
         results: Leaf types; exactly one unless ``is_tuple``.
         attrs: Normalised attributes (see docs/ir.md).
         called: Names of the computations that it calls (``fusion``, ``while``, ``reduce`` …).
         is_tuple: Whether the result is a (possibly nested) tuple.
-        source: Where it came from.
+        source: Origin of the op.
     """
 
     name: str
@@ -208,9 +214,9 @@ class Op:
         return sum(t.nbytes for t in self.results)
 
     def config(self, *path: str) -> JsonObject:
-        """Return the backend configuration, or its part under the keys of ``path``.
+        """Return the backend configuration, or the part of it under the keys of ``path``.
 
-        Empty where the instruction has none, or has text or a number in its place.
+        Empty if the instruction has none, or if that part is not a dictionary.
         """
         part = self.attrs.get("backend_config")
         for key in path:
@@ -220,7 +226,7 @@ class Op:
 
 @dataclass(slots=True)
 class Computation:
-    """A list of ops in order (the schedule, if the program is scheduled), parameters among them."""
+    """Ops in order (the schedule, if the program is scheduled), including parameters."""
 
     name: str
     ops: list[Op] = field(default_factory=list)
@@ -228,7 +234,7 @@ class Computation:
 
     @property
     def root_op(self) -> Op:
-        """The op whose value the computation returns."""
+        """Op whose value the computation returns."""
         return self.ops[self.root]
 
     @property
@@ -239,7 +245,7 @@ class Computation:
 
     @property
     def only_op(self) -> Op | None:
-        """The op of a computation that has one beside its parameters and returns it."""
+        """Op of a computation with one op besides its parameters, which is the root."""
         plain = [op for op in self.ops if op.opcode != "parameter"]
         return plain[0] if len(plain) == 1 and self.root_op is plain[0] else None
 
@@ -254,10 +260,10 @@ class Program:
         dialect: ``stablehlo`` or ``hlo``.
         name: Module name.
         num_replicas: Replicas that run the program (data parallel without a partitioner).
-        num_partitions: Devices over which it is or will be partitioned.
+        num_partitions: Number of devices over which it is or will be partitioned.
         is_scheduled: Whether the order of ops is the execution order.
         aliases: Pairs (output index, parameter number) that share a buffer (donated arguments).
-        donors: Numbers of parameters whose buffers any output may take, of an HLO header.
+        donors: Numbers of parameters whose buffers any output may reuse, from an HLO header.
         meshes: Axis sizes by mesh name, from ``sdy.mesh``.
         origin: File that it was read from.
     """
@@ -276,12 +282,12 @@ class Program:
 
     @property
     def entry_computation(self) -> Computation:
-        """The computation where execution starts."""
+        """Computation where execution starts."""
         return self.computations[self.entry]
 
     @property
     def inlined_op_count(self) -> int:
-        """Ops once every function stands where it is called, as targets run them."""
+        """Number of ops after inlining all calls, as targets do."""
         counts: dict[str, int] = {}
         for name, own in self.computations.items():
             calls = (op.called[0] for op in own.ops if op.opcode == "call" and op.called)
@@ -289,20 +295,12 @@ class Program:
         return counts[self.entry]
 
 
-#: Key among the attributes that frontends give an op: the FLOPs, transcendentals and bytes of a
-#: kernel that was counted when its function was lowered.
-WORK = "opcast_work"
-#: Figures that a kernel may state of itself, by the names of ``pl.CostEstimate``.
-STATED = ("flops", "transcendentals", "bytes_accessed")
-_WORK = re.compile(rf'{WORK}="([^"]*)"')
-
-
 def write_work(work: str) -> str:
-    """Attributes of a frontend that say a kernel's work, as HLO prints them."""
+    """Format a kernel's work as frontend attributes in HLO's notation."""
     return f'{{{WORK}="{work}"}}'
 
 
 def read_work(attributes: object) -> str:
-    """The work that attributes of a frontend say, as three numbers; empty if they say none."""
+    """Return a kernel's work, three numbers as text, from frontend attributes; empty if none."""
     found = _WORK.search(attributes) if isinstance(attributes, str) else None
     return found[1] if found else ""

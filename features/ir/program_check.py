@@ -1,7 +1,7 @@
-"""Find the fault of a program on which a rule failed: an op that does not fit its operands.
+"""Find the fault in a program on which a rule failed: an op that does not match its operands.
 
-XLA verifies whole programs first. Most programs that come here passed a verifier already, so this
-runs only after a rule failed, to tell a fault of the program from a fault of opcast.
+XLA verifies whole programs first, but most programs read here were verified before. These checks
+therefore run only after a rule failed, to distinguish faults of the program from faults of opcast.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from collections.abc import Callable, Sequence
 from .op_table import ELEMENTWISE, OPS, OpSpec
 from .program import Computation, Op, Program
 
-#: Elements that no device holds: an exbibyte.
+#: Number of elements that exceeds any device's memory.
 _MOST_ELEMENTS = 2**60
+
+#: Ops whose rules accept tuple operands.
+_ON_TUPLES = frozenset(("get-tuple-element", "while"))
 
 
 def program_fault(program: Program) -> tuple[str, str]:
-    """Find the first op that does not fit its operands.
+    """Find the first op that does not match its operands.
 
     Args:
-        program: From any of the readers.
+        program: A program from any reader.
 
     Returns:
-        What is wrong and the name of the op; two empty strings if nothing is.
+        A description of the fault and the name of the op; empty strings if there is none.
     """
     for computation in program.computations.values():
         for op in computation.ops:
@@ -35,7 +38,7 @@ def program_fault(program: Program) -> tuple[str, str]:
 def _op_fault(op: Op, computation: Computation, program: Program) -> str:
     if not op.is_tuple and len(op.results) != 1:
         return f"{op.opcode} has no type"
-    # Products of such sizes would leave the integers that floats hold exactly, and overflow int64.
+    # Products of such sizes overflow int64 and exceed the integers that floats represent exactly.
     if any(t.size > _MOST_ELEMENTS for t in op.results):
         return f"{op.opcode} has a result of more than 2^60 elements"
     spec = OPS.get(op.opcode, OpSpec())
@@ -49,7 +52,7 @@ def _op_fault(op: Op, computation: Computation, program: Program) -> str:
     rule = _RULES.get(op.opcode)
     if rule is None:
         return ""
-    # The rules below read one type from each operand.
+    # The rules below read one type per operand.
     if op.opcode not in _ON_TUPLES and any(o.is_tuple for o in operands):
         return f"an operand of {op.opcode} is a tuple, but must be an array"
     try:
@@ -59,7 +62,7 @@ def _op_fault(op: Op, computation: Computation, program: Program) -> str:
 
 
 def _equal_shapes(op: Op, operands: Sequence[Op], program: Program) -> str:
-    # select and clamp take scalars beside arrays.
+    # select and clamp accept scalars besides arrays.
     shapes = [
         o.type.shape for o in operands if o.type.shape or op.opcode not in ("select", "clamp")
     ]
@@ -70,7 +73,7 @@ def _equal_shapes(op: Op, operands: Sequence[Op], program: Program) -> str:
 
 
 def _dimensions(op: Op, count: int, rank: int, name: str = "dimensions") -> str:
-    """Check a list of different dimensions; a ``count`` of -1 allows any number of them."""
+    """Check a list of distinct dimensions; a ``count`` of -1 allows any number of them."""
     dims = tuple(op.attrs[name])
     if count >= 0 and len(dims) != count:
         return f"{name} of {op.opcode} are {len(dims)}, not {count}"
@@ -185,7 +188,7 @@ def _element(op: Op, operands: Sequence[Op], program: Program) -> str:
 def _while(op: Op, operands: Sequence[Op], program: Program) -> str:
     given = [t.shape for o in operands for t in o.results]
     for name in op.called:
-        # Shapes only: layouts and memory spaces may differ between a loop and its body.
+        # Only shapes: layouts and memory spaces may differ between a loop and its body.
         taken = [t.shape for p in program.computations[name].parameters for t in p.results]
         if taken != given:
             return f"{name} does not take the state of the loop"
@@ -196,7 +199,7 @@ def _while(op: Op, operands: Sequence[Op], program: Program) -> str:
 
 
 _RULES: dict[str, Callable[[Op, Sequence[Op], Program], str]] = {
-    # A bitcast may change the shape; a map is checked by the computation that it calls.
+    # A bitcast may change the shape; for a map, the called computation is checked.
     **dict.fromkeys(ELEMENTWISE - {"bitcast-convert", "map"}, _equal_shapes),
     "broadcast": _broadcast,
     "concatenate": _concatenate,
@@ -214,5 +217,3 @@ _RULES: dict[str, Callable[[Op, Sequence[Op], Program], str]] = {
     "transpose": _transpose,
     "while": _while,
 }
-#: Ops whose rules take operands that are tuples.
-_ON_TUPLES = frozenset(("get-tuple-element", "while"))

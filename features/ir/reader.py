@@ -1,7 +1,7 @@
-"""Read a program in any form that a user may have; the forms are told apart by content.
+"""Read a program from any form that a user may have, recognised by its content.
 
-Text and bytecode of StableHLO, portable artifacts, ``jax.export`` files and objects, lowered,
-compiled and jitted JAX functions, and HLO text all become a :class:`SourceProgram`.
+StableHLO text and bytecode, portable artifacts, ``jax.export`` files and objects, lowered, compiled
+and jitted JAX functions, and HLO text all become a :class:`SourceProgram`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...common.errors import ProgramError
 from .jax_function import FunctionCall
-from .platforms import Platform, known_platform, said_platforms
+from .platforms import Platform, known_platform, marked_platforms
 from .program import Program
 from .torch.program import TorchProgram, as_torch_program
 from .trip_counts import apply_given
@@ -30,34 +30,34 @@ Kind = Literal["stablehlo", "hlo"]
 TripCounts = Mapping[str, int] | int | None
 
 _HINT = "give StableHLO (text, bytecode, portable artifact or jax.export file) or HLO text"
-#: What a prediction of a translated program describes.
+#: Note of predictions for translated programs.
 TORCH_NOTE = (
     "a PyTorch program as XLA would run it, translated to JAX: the kernels are XLA's; for "
     "those of PyTorch itself: --framework torch-eager or torch-compiled (in Python framework=…)"
 )
-#: What it says more of a training step with activation checkpointing.
+#: Added to the note for a training step with activation checkpointing.
 RECOMPUTES_NOTE = (
     "; activation checkpointing is not translated: memory is that of a step that keeps everything"
 )
-#: As BYTECODE_MAGIC in mlir/bindings.py, which imports jaxlib.
+#: Equals BYTECODE_MAGIC of mlir/bindings.py, which would import jaxlib.
 _BYTECODE = b"ML\xefR"
-# Comments of both languages before the program; ``#map = …`` is an alias of MLIR, no comment.
+# Comments of both languages before the program; ``#map = …`` is an alias of MLIR, not a comment.
 _COMMENT = re.compile(r"(?:\s*(?://|#(?!\w+\s*=))[^\n]*(?:\n|$))*\s*")
-# A text without brackets and signs, and without the first word of a program.
+# Text without brackets and signs that does not start with the first word of a program.
 _FILE_NAME = re.compile(r"(?!\s*(?:module|HloModule|//)\b)[^{}()=@%\s][^{}()=@%]*")
 
 
 @dataclass
 class SourceProgram:
-    """A program as it was given; converted to the IR on first use.
+    """A program as given by the user, converted to the IR on first use.
 
     Attributes:
         kind: ``stablehlo`` or ``hlo``.
-        origin: File that it came from, or what kind of object; empty for plain text.
+        origin: Its file or kind of object, for messages; empty for plain text.
         compile_input: Input for a compiler: StableHLO as text or bytecode, or HLO text.
         trip_counts: The user's trip counts for loops where none is inferred.
-        platforms: Platforms that it was lowered for, by JAX's names; empty if it names none.
-        note: How it was converted on the way here, if a prediction should mention that.
+        platforms: Platforms that it was lowered for, by JAX's names; empty if unknown.
+        note: A conversion that predictions should mention; empty if there is none.
     """
 
     kind: Kind
@@ -67,14 +67,25 @@ class SourceProgram:
     _module: ir.Module | None = field(default=None, repr=False, compare=False)
     platforms: tuple[str, ...] = ()
     note: str = ""
-    # Makes the program for another platform, where it came from a function or a file for several.
+    # Makes the program for another platform, if it came from a function or a file for several.
     _remake: Callable[[Platform], SourceProgram] | None = field(
         default=None, repr=False, compare=False
     )
 
+    @property
+    def raw(self) -> bytes:
+        """``compile_input`` as bytes; even bytecode contains the names of ops and attributes."""
+        data = self.compile_input
+        return data.encode() if isinstance(data, str) else data
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is HLO that a compiler has optimised and scheduled."""
+        return self.kind == "hlo" and self.program.is_scheduled
+
     @cached_property
     def module(self) -> ir.Module:
-        """Parsed MLIR module, in its own context, ``module.context``.
+        """Parsed MLIR module in a context of its own, ``module.context``.
 
         Raises:
             ProgramError: The program is HLO text.
@@ -87,7 +98,7 @@ class SourceProgram:
 
     @cached_property
     def program(self) -> Program:
-        """The IR.
+        """The program in the IR.
 
         Raises:
             ProgramError: The program is malformed.
@@ -99,19 +110,19 @@ class SourceProgram:
             return read_module(self.module, self.origin, trip_counts=self.trip_counts)
         from .hlo_reader import parse_hlo
 
-        program = parse_hlo(_text(self.compile_input), self.origin)
+        program = parse_hlo(self.raw.decode(), self.origin)
         apply_given(program, self.trip_counts)
         return program
 
     def with_program(self, program: Program) -> SourceProgram:
-        """Copy with the given IR instead of its own; a compiler still gets the original."""
-        # The parsed module is shared: parsing twice would double the memory.
+        """Copy with another IR; compilers still receive the original program."""
+        # The parsed module is shared, since parsing twice would double the memory.
         copy = replace(self, _module=self.module if self.kind == "stablehlo" else None)
         copy.__dict__["program"] = program
         return copy
 
     def for_platform(self, platform: Platform) -> SourceProgram:
-        """The program as it is lowered for a platform; itself where only a file is known."""
+        """Return the program as lowered for a platform; itself if it cannot be lowered again."""
         if self._remake is None or self.platforms == (platform.name,):
             return self
         made = self._remake(platform)
@@ -120,9 +131,9 @@ class SourceProgram:
 
     @cached_property
     def content_hash(self) -> str:
-        """SHA-256 of the program without locations: the same for text and bytecode."""
+        """SHA-256 of the program without locations; equal for text and bytecode."""
         if self.kind == "hlo":
-            return hashlib.sha256(_text(self.compile_input).encode()).hexdigest()
+            return hashlib.sha256(self.raw).hexdigest()
         text = str(self.module.operation.get_asm(enable_debug_info=False))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -138,21 +149,21 @@ def read_program(
 
     Args:
         source: Path, text or bytes of StableHLO or HLO; a ``jax.export.Exported``; a lowered or
-            compiled JAX function; an MLIR module; or a function, jitted or not, followed by its
-            example arguments, or with them in a ``FunctionCall``; or what PyTorch has: a module
+            compiled JAX function; an MLIR module; a function, jitted or not, followed by its
+            example arguments, or a ``FunctionCall`` with them; or a PyTorch program: a module
             followed by its inputs, an exported program, a ``.pt2`` file, or a ``TorchProgram``.
         args: Example arguments (arrays or ``jax.ShapeDtypeStruct``) if ``source`` is a function.
         trip_counts: Counts for loops where none is inferred: one for all, or by the loop's name or
             source line.
-        platform: What a function is lowered for, and which branch of an export for several
-            platforms is taken; by default JAX's own backend, and all branches.
+        platform: Platform to lower a function for, or to select from an export for several
+            platforms; by default JAX's own backend, and all branches.
         kwargs: Keyword arguments of the function.
 
     Returns:
-        The program; parsed, but turned into the IR only when ``program`` is read.
+        The program, parsed but converted to the IR only when ``program`` is read.
 
     Raises:
-        ProgramError: The input is none of these, or it is empty, truncated or malformed.
+        ProgramError: The input has none of these forms, or is empty, truncated or malformed.
     """
     own_torch = as_torch_program(source, args, kwargs)
     if own_torch is not None:
@@ -176,10 +187,10 @@ def read_program(
 
 
 def check_arguments(source: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """Refuse arguments for a program that is no function.
+    """Raise an error for arguments of a program that is not a function.
 
     Raises:
-        ProgramError: There are some; a misspelt option is one.
+        ProgramError: There are arguments, such as a misspelt option.
     """
     if (args or kwargs) and not callable(source):
         given = ", ".join([*(type(a).__name__ for a in args), *kwargs])
@@ -191,8 +202,8 @@ def check_arguments(source: object, args: tuple[object, ...], kwargs: Mapping[st
 
 
 def _is_path(text: str) -> bool:
-    """Whether a string names a file: it exists, or looks like a name rather than a program."""
-    # 4096 is Linux's PATH_MAX; no program fits on one line without brackets.
+    """Return whether a string is a file name: the file exists, or the text is no program."""
+    # 4096 is Linux's PATH_MAX; programs of one line contain brackets.
     if "\n" in text or len(text) > 4096:
         return False
     try:
@@ -219,14 +230,13 @@ def _from_bytes(
     if data.startswith(_BYTECODE):
         check_bytecode(data, origin)
         return _stablehlo(data, origin, trip_counts)
-    # A jax.export file is a flatbuffer around bytecode, which therefore does not stand at its
-    # start.
+    # A jax.export file is a flatbuffer that contains bytecode, but not at its start.
     if _BYTECODE in data:
         exported = _exported(data, origin)
         check_bytecode(bytes(exported.mlir_module_serialized), origin)
         return _from_export(exported, origin, trip_counts, platform)
     try:
-        # Editors on Windows put a byte-order mark in front.
+        # Editors on Windows insert a byte-order mark.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ProgramError(
@@ -236,7 +246,7 @@ def _from_bytes(
 
 
 def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram:
-    # Test files begin with comments and RUN lines.
+    # Test files start with comments and RUN lines.
     start = _COMMENT.match(text)
     body = text[start.end() if start else 0 :]
     if not body:
@@ -244,7 +254,7 @@ def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram
     check_text(text, origin)
     if body.startswith("HloModule"):
         source = SourceProgram("hlo", origin, text, trip_counts)
-        # Read at once, so that malformed HLO is refused here rather than on first use.
+        # Read immediately, so that malformed HLO is rejected here and not on first use.
         _ = source.program
         return source
     return _stablehlo(text, origin, trip_counts)
@@ -256,7 +266,7 @@ def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> Sourc
     from .stablehlo_reader import parse
 
     module, note = parse(data, origin), ""
-    # Bytecode holds the names of ops verbatim, so that few modules have to be walked.
+    # A search in the data avoids walking most modules.
     word = "manual_computation"
     if (word in data if isinstance(data, str) else word.encode() in data) and (
         module_counts(module) == (1, 1) and (count := manual_devices(module)) > 1
@@ -264,7 +274,7 @@ def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> Sourc
         module = with_partitions(write_bytecode(module), count)
         data = write_bytecode(module)
         note = f"its shard_map is over {count} devices: its header was given as many partitions"
-    platforms = said_platforms(module)
+    platforms = marked_platforms(module)
     return SourceProgram("stablehlo", origin, data, trip_counts, module, platforms, note)
 
 
@@ -290,12 +300,12 @@ def _from_object(
     platform: Platform | None,
     origin: str = "",
 ) -> SourceProgram:
-    """Read JAX's objects, told apart by what they can do: JAX is imported only if needed."""
+    """Read JAX objects, recognised by their attributes so that JAX is imported only if needed."""
     name = origin or str(getattr(source, "fun_name", "") or getattr(source, "__name__", ""))
-    # Wrappers of other packages (equinox, flax) hold JAX's own object.
+    # Wrappers of other packages (equinox, flax) contain JAX's own object.
     for inner in ("lowered", "compiled"):
         source = getattr(source, inner, None) or source
-    # By what they can do, most specific first: Exported, Lowered, Compiled, MLIR module, function.
+    # Most specific first: Exported, Lowered, Compiled, MLIR module, function.
     if hasattr(source, "mlir_module_serialized"):
         return _from_export(source, name, trip_counts, platform)
     if hasattr(source, "compiler_ir") and hasattr(source, "compile"):
@@ -306,7 +316,7 @@ def _from_object(
         return compiled
     if hasattr(source, "operation") and hasattr(source, "context"):
         return _from_module(source, name, trip_counts)
-    # A traced function can be lowered, but not called.
+    # A traced function can be lowered but not called.
     if callable(source) or (hasattr(source, "jaxpr") and hasattr(source, "lower")):
         call = FunctionCall(source, args, kwargs, name)
         return _from_call(call, trip_counts, platform)
@@ -317,7 +327,7 @@ def _from_call(
     call: FunctionCall, trip_counts: TripCounts, platform: Platform | None
 ) -> SourceProgram:
     source = _from_lowered(call.lower(platform), call.origin, trip_counts)
-    # A file names the platform of its time; a function can be lowered again.
+    # Unlike a file, a function can be lowered again for another platform.
     source._remake = lambda other: _from_call(call, trip_counts, other)
     return source
 
@@ -325,7 +335,7 @@ def _from_call(
 def _from_torch(
     program: TorchProgram, trip_counts: TripCounts, platform: Platform | None
 ) -> SourceProgram:
-    """Translate a program of PyTorch to JAX, and lower that."""
+    """Translate a PyTorch program to JAX and lower it."""
     from .torch.training import Translated
 
     translated = Translated(program)
@@ -350,7 +360,7 @@ def _from_lowered(lowered: Any, origin: str, trip_counts: TripCounts) -> SourceP
 def _from_export(
     exported: Any, origin: str, trip_counts: TripCounts, platform: Platform | None
 ) -> SourceProgram:
-    """Read an export; if it is for several platforms, the branches of the platform asked for."""
+    """Read an export; if it is for several platforms, select the branches of the given one."""
     source = _stablehlo(bytes(exported.mlir_module_serialized), origin, trip_counts)
     names = tuple(map(known_platform, exported.platforms))
     source.platforms = names
@@ -360,7 +370,7 @@ def _from_export(
     def taken(other: Platform) -> SourceProgram:
         from .platforms import for_platform
 
-        # Code for the other GPUs is nearer to a GPU's than that for a CPU.
+        # For a GPU, code for the other kind of GPU is closer than code for a CPU.
         twin = {"cuda": "rocm", "rocm": "cuda"}.get(other.name, "")
         chosen = next((n for n in (other.name, twin) if n in names), names[0])
         one = _from_module(for_platform(source.module, names.index(chosen)), origin, trip_counts)
@@ -375,7 +385,7 @@ def _from_export(
 
 
 def _compiled_platforms(compiled: Any) -> tuple[str, ...]:
-    """Platforms of the devices that a ``jax.stages.Compiled`` runs on."""
+    """Return the platforms of the devices that a ``jax.stages.Compiled`` runs on."""
     import jax
 
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
@@ -387,7 +397,3 @@ def _from_module(module: Any, origin: str, trip_counts: TripCounts) -> SourcePro
     from .mlir.bindings import write_bytecode
 
     return _stablehlo(write_bytecode(module), origin, trip_counts)
-
-
-def _text(data: str | bytes) -> str:
-    return data if isinstance(data, str) else data.decode()

@@ -1,12 +1,12 @@
-"""Replica groups in every notation, expanded to explicit tuples of device numbers.
+"""Replica groups in all notations, expanded to tuples of device numbers.
 
 - lists: ``{{0,1},{2,3}}`` (HLO), ``dense<[[0, 1], [2, 3]]> : tensor<2x2xi64>`` (StableHLO); ``-1``
   pads uneven groups;
-- iota: ``[2,2]<=[4]`` and ``[4,2]<=[2,4]T(1,0)``: number the devices row-major in the second shape,
-  transpose, reshape to the first (HLO's ``IotaReplicaGroupList``);
+- iota: ``[2,2]<=[4]`` and ``[4,2]<=[2,4]T(1,0)``: devices are numbered row-major in the second
+  shape, transposed, and reshaped to the first (HLO's ``IotaReplicaGroupList``);
 - mesh axes: ``mesh['x'=4,'y'=2] {'x'}`` or ``@mesh {'x', 'y':(1)2}``: devices that differ only in
-  the named axes form a group (HLO's and StableHLO's ``replica_group_mesh_axes``); the devices of
-  the mesh may be in another order, ``mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}``.
+  the named axes form a group (``replica_group_mesh_axes`` of HLO and StableHLO); the mesh may list
+  its devices in another order, ``mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MESH = re.compile(r"\[([^\]]*=[^\]]*)\]")
 _MLIR_MESH = re.compile(r"#?\w+\.mesh<(?:axes\s*=\s*)?\[((?:[^\]\[])*)\]")
 _NAMED_MESH = re.compile(r"@(\"[^\"]+\"|[\w.\-]+)")
 _AXIS_SIZE = re.compile(r"['\"]([^'\"]+)['\"]\s*(?:=|,\s*size\s*=)\s*(\d+)")
-# ``'x'``, or a part of it: ``'y':(1)2`` is the part of size 2 behind a pre-size of 1.
+# ``'x'``, or a part of an axis: ``'y':(1)2`` is the part of size 2 with a pre-size of 1.
 _AXIS_REF = re.compile(
     r"['\"]([^'\"]+)['\"](?:\s*:?\s*(?:,\s*sub_axis_info\s*=\s*)?\(\s*(\d+)\s*\)\s*(\d+))?"
 )
@@ -39,7 +39,7 @@ _IOTA_IDS = re.compile(r"device_ids\s*=\s*\(\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))
 _DENSE = re.compile(r"dense<(.*?)>\s*:\s*tensor<(?:(\d+)x(\d+)x)?", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+")
 
-#: A sub-axis reference: axis name, size of what lies before it in the axis, its own size.
+#: A sub-axis: axis name, product of the sizes before it in the axis (pre-size), its own size.
 AxisRef = tuple[str, int, int]
 
 
@@ -54,15 +54,15 @@ def parse_replica_groups(
 
     Args:
         text: The groups in any of the notations above, without ``replica_groups=``.
-        meshes: Axis sizes by mesh name, for a mesh given by name.
-        n_devices: Number of devices, which an empty list puts into one group.
-        device_ids: Devices in mesh order, by mesh name, where that is not 0, 1, 2 …
+        meshes: Axis sizes by mesh name, for meshes referred to by name.
+        n_devices: Number of devices, which form one group if the list is empty.
+        device_ids: Devices in mesh order by mesh name, if the order is not 0, 1, 2 …
 
     Returns:
         Device numbers by group; empty if the list is empty and ``n_devices`` is not given.
 
     Raises:
-        ProgramError: The text is in none of the notations, or names an unknown mesh or axis.
+        ProgramError: The text has none of these notations, or names an unknown mesh or axis.
     """
     text = text.strip()
     # From the most to the least distinctive notation.
@@ -78,11 +78,11 @@ def parse_replica_groups(
 
 
 def expand_lists(rows: Sequence[Sequence[int]], n_devices: int) -> Groups:
-    """Drop padding (``-1``) and expand an empty list to one group of all devices.
+    """Remove padding (``-1``), and expand an empty list to one group of all devices.
 
     Args:
-        rows: Device numbers, one row a group.
-        n_devices: Number of devices; 0 leaves an empty list empty.
+        rows: Device numbers, one row per group.
+        n_devices: Number of devices; 0 keeps an empty list empty.
     """
     groups = tuple(tuple(d for d in row if d >= 0) for row in rows)
     groups = tuple(group for group in groups if group)
@@ -106,7 +106,7 @@ def mesh_groups(
     total = prod(sizes.values())
     shape: list[int] = []
     parts: dict[tuple[str, int], int] = {}
-    # Size 0 stands for the whole axis.
+    # Size 0 means the whole axis.
     wanted = [(name, pre, size or sizes.get(name, 0)) for name, pre, size in axes]
     for name, axis_size in sizes.items():
         for pre, size in _split_axis(name, axis_size, wanted):
@@ -123,18 +123,18 @@ def mesh_groups(
     outer = [i for i in range(len(shape)) if i not in inner]
     group_size = prod(shape[i] for i in inner)
     ids = np.asarray(device_ids) if len(device_ids) == total else np.arange(total)
-    # Devices that differ only in the inner axes become neighbours, hence one row.
+    # Puts devices that differ only in the inner axes into one row.
     rows = ids.reshape(shape).transpose(outer + inner).reshape(-1, group_size)
     return tuple(tuple(int(d) for d in row) for row in rows)
 
 
 def _split_axis(name: str, size: int, wanted: Sequence[AxisRef]) -> list[tuple[int, int]]:
-    """Cut an axis where its referenced parts begin and end: (pre-size, size), major to minor."""
+    """Split an axis where referenced parts begin and end: (pre-size, size), major to minor."""
     edges = {1, size}
     for axis, pre, part in wanted:
         if axis == name:
             edges |= {pre, pre * part}
-    # Between neighbouring cuts lies one part of the axis; each must divide the next.
+    # Each part of the axis lies between neighbouring cuts, each of which must divide the next.
     cuts = sorted(edges)
     pieces = list(pairwise(cuts)) or [(1, 1)]
     if any(after % before for before, after in pieces) or cuts[-1] != size:
@@ -153,7 +153,7 @@ def _integers(text: str) -> list[int]:
 def _from_iota(result: list[int], shape: list[int], permutation: list[int]) -> Groups:
     order = permutation or list(range(len(shape)))
     if len(order) == len(result) != len(shape):
-        # Some tools write the flat count where HLO writes the shape before the transposition.
+        # Some tools write the flat count where HLO has the shape before the transposition.
         shape = [result[order.index(axis)] for axis in sorted(order) if axis in order]
     if prod(result) != prod(shape) or sorted(order) != list(range(len(shape))) or not result:
         raise _unreadable(f"{result}<={shape}T{permutation}")
@@ -167,7 +167,7 @@ def _from_dense(match: re.Match[str], n_devices: int) -> Groups:
         return expand_lists(_lists(body), n_devices)
     value = _integers(body)
     shape = (int(rows or 0), int(columns or 0))
-    # dense<0> : tensor<1x1xi64> gives its only element once.
+    # dense<0> : tensor<1x1xi64> contains its single element once.
     return expand_lists([value * shape[1]] * shape[0] if value else [], n_devices)
 
 
@@ -215,7 +215,7 @@ def _mesh_name(text: str) -> str:
 
 
 def _axes_text(text: str) -> str:
-    """Cut out the axes: the braces of HLO, the last ``axes = [...]`` of StableHLO."""
+    """Extract the axes: the braces of HLO, or the last ``axes = [...]`` of StableHLO."""
     if "axis_ref" in text or "replica_group_mesh_axes" in text:
         return text[text.rindex("axes") + 4 :]
     return text[text.find("{") + 1 : text.rfind("}")]

@@ -25,30 +25,30 @@ def read_mlir(
 
     Args:
         data: MLIR text, MLIR bytecode, or a StableHLO portable artifact.
-        origin: File that it came from, for messages and for ops without a location.
+        origin: Its file, for messages and for ops without a location.
         trip_counts: Counts for loops where none is inferred: one for all, or by loop.
 
     Returns:
-        The program: each function and each region is a computation.
+        The program, with one computation for each function and each region.
 
     Raises:
-        ProgramError: The data is not such a module.
+        ProgramError: The data are not such a module.
         DynamicShapeError: An op has a dimension without a static size.
     """
     return read_module(parse(data, origin), origin, trip_counts=trip_counts)
 
 
 def parse(data: str | bytes, origin: str = "") -> ir.Module:
-    """Parse into an MLIR module.
+    """Parse an MLIR module.
 
     Raises:
-        ProgramError: The data is not such a module; the message gives the parser's line.
+        ProgramError: The data are not such a module; the message gives the parser's line.
     """
     if not data.strip():
         raise ProgramError(
             "the program is empty", where=origin, hint="give StableHLO or HLO, text or bytecode"
         )
-    # Only text can be rewritten; bytecode with the quant dialect is refused by the parser.
+    # Only text can be rewritten; the parser rejects bytecode with the quant dialect.
     if isinstance(data, str) and is_quantised(data):
         data = with_storage_types(data)
     try:
@@ -58,8 +58,8 @@ def parse(data: str | bytes, origin: str = "") -> ir.Module:
 
 
 def parse_error(message: str, origin: str) -> ProgramError:
-    """The error for what MLIR's parser says of data that it refuses."""
-    # MLIR names text without a file "-" and may wrap its positions in loc(…).
+    """Make the error for a message of MLIR's parser."""
+    # MLIR calls text without a file "-" and may print positions inside loc(…).
     match = re.search(r'"-":(\d+):(\d+)\)?:\s*(?:error:\s*)?([^\n]*)', message)
     what = match[3] if match else (message.splitlines() or ["unknown error"])[-1]
     line = f":{match[1]}:{match[2]}" if match and match[1] != "0" else ""
@@ -73,13 +73,13 @@ def parse_error(message: str, origin: str) -> ProgramError:
 def read_module(
     module: ir.Module, origin: str = "", *, trip_counts: Mapping[str, int] | int | None = None
 ) -> Program:
-    """Read a parsed MLIR module, otherwise as :func:`read_mlir`."""
+    """Read a parsed MLIR module; otherwise like :func:`read_mlir`."""
     try:
         with module.context, paused_collection():
             program = ModuleReader(module, origin).read()
     except (UnicodeDecodeError, RuntimeError) as error:
-        # Damaged bytecode can hold names that are not UTF-8, or regions that nest without end.
-        # Bytecode that parses can still hold what only shows when it is walked.
+        # Damaged bytecode may have names that are not UTF-8, or endlessly nested regions. It may
+        # parse and fail only when it is walked.
         what = f"the program is damaged: {type(error).__name__}: {error}"
         raise ProgramError(what, where=origin) from error
     set_trip_counts(program, trip_counts)

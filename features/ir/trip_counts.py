@@ -1,8 +1,8 @@
 """Trip counts of loops whose bounds and steps follow from constants.
 
-Values are followed from the entry down: into functions, branches and loop bodies, through
-conversions and tuples. A parameter is known if all call sites agree on it; an element of a loop's
-state if the body hands it on unchanged.
+Values are followed from the entry down into functions, branches and loop bodies, and through
+conversions and tuples. A parameter is known if all its call sites agree, and an element of a loop's
+state if the body returns it unchanged.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ...common.errors import ProgramError
 from .op_table import named
 from .program import Computation, Op, Program
 
-#: Ops whose value equals their operand's, as far as scalars go.
+#: Ops whose value equals that of their operand, for scalars.
 _TRANSPARENT = named("transparent")
-#: Comparisons with their sides exchanged, for bounds on the left.
+#: Comparisons after swapping their sides, for bounds on the left.
 _SWAPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
-#: Ops that are evaluated on constants; sums keep the counter (`_combine`).
+#: Ops that are evaluated for constants; sums also involve counters (`_combine`).
 _FOLDED: dict[str, Callable[[int, int], int]] = {
     "multiply": operator.mul,
     "maximum": max,
     "minimum": min,
 }
-#: Most ops that a value is followed through; each takes three of the 1000 frames that Python allows
-#: by default.
+#: Most ops through which a value is followed; each takes three of Python's default limit of 1000
+#: stack frames.
 _MAX_DEPTH = 100
 
 
 class Linear(NamedTuple):
-    """Element ``element`` of the loop's state (-1: no element) plus a constant."""
+    """Element ``element`` of the loop's state (-1 for none) plus a constant."""
 
     element: int
     offset: int
@@ -51,48 +51,48 @@ def set_trip_counts(program: Program, given: Mapping[str, int] | int | None = No
     """Set ``attrs["trip_count"]`` of every ``while``: inferred, given by the user, or ``None``.
 
     Args:
-        program: Changed in place; a count that is already set stays.
-        given: Counts for loops where none is inferred: one for all, or by the loop's name, its
-            source line (``file:line``) or the line alone.
+        program: Changed in place, except for counts that are already set.
+        given: As for :func:`apply_given`.
 
     Raises:
-        ProgramError: ``given`` names a loop that the program does not have, or one that runs
-            another number of times.
+        ProgramError: As for :func:`apply_given`.
     """
-    loops = [op for c in program.computations.values() for op in c.ops if op.opcode == "while"]
-    if loops:
+    if any(op.opcode == "while" for c in program.computations.values() for op in c.ops):
         _Walk(program).run()
-    by_name = given if isinstance(given, Mapping) else {}
-    for op in loops:
-        own = op.attrs.get("trip_count")
-        named = next((name for name in loop_names(op) if name in by_name), "")
-        if named and own is not None and own != by_name[named]:
-            raise ProgramError(
-                f"the loop {named!r} runs {own} times, as its condition says, not {by_name[named]}",
-                where=program.origin,
-                hint="give counts of loops whose count is not known",
-            )
     apply_given(program, given)
 
 
 def apply_given(program: Program, given: Mapping[str, int] | int | None) -> None:
-    """Fill in the counts that the user gives for loops without one.
+    """Fill in the user's counts for loops without one.
+
+    Args:
+        program: Changed in place.
+        given: One count for all loops without one, or counts by the loop's name, its source line
+            (``file:line``) or the line number alone.
 
     Raises:
-        ProgramError: ``given`` names a loop that the program does not have.
+        ProgramError: ``given`` names a loop that the program does not have, or contradicts the
+            known count of one.
     """
     loops = [op for c in program.computations.values() for op in c.ops if op.opcode == "while"]
     used: set[str] = set()
     for op in loops:
+        own = op.attrs.get("trip_count")
         if isinstance(given, int):
-            # One number for all loops.
-            names, counts = ["*"], {"*": given}
-        else:
-            names, counts = loop_names(op), dict(given or {})
-        hits = [name for name in names if name in counts]
+            op.attrs["trip_count"] = given if own is None else own
+            continue
+        hits = [name for name in loop_names(op) if name in (given or {})]
         used.update(hits)
-        if hits and op.attrs.get("trip_count") is None:
-            op.attrs["trip_count"] = int(counts[hits[0]])
+        if given is None or not hits:
+            continue
+        count = int(given[hits[0]])
+        if own not in (None, count):
+            raise ProgramError(
+                f"the loop {hits[0]!r} runs {own} times, as its condition says, not {count}",
+                where=program.origin,
+                hint="give counts of loops whose count is not known",
+            )
+        op.attrs["trip_count"] = count
     unknown = [] if given is None or isinstance(given, int) else sorted(set(given) - used)
     if unknown:
         known = ", ".join(f"{op.name} ({loop_names(op)[1]})" for op in loops[:10])
@@ -104,7 +104,7 @@ def apply_given(program: Program, given: Mapping[str, int] | int | None) -> None
 
 
 def loop_names(op: Op) -> list[str]:
-    """List the names that a user can give a loop: its own and ``file:line``."""
+    """List the names by which a user can refer to a loop: its own and ``file:line``."""
     if op.source is None:
         return [op.name, ""]
     file, line = op.source.file, op.source.line
@@ -112,17 +112,17 @@ def loop_names(op: Op) -> list[str]:
 
 
 class _Walk:
-    """Visits computations from callers to callees with what is known of their parameters."""
+    """Visits computations from callers to callees with the known values of their parameters."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.known: dict[str, Arguments] = {}
 
     def run(self) -> None:
-        """Visit all; callees come before callers in a program."""
+        """Visit all computations, in which callees come before callers."""
         entry = self.program.entry_computation
         self.known[entry.name] = [None] * len(entry.parameters)
-        # Callers first, so that what they pass is known when the callee is visited.
+        # Callers first, so that arguments are known when the callee is visited.
         for computation in reversed(list(self.program.computations.values())):
             memo: dict[int, Value] = {}
             arguments = self.known.get(computation.name, [])
@@ -144,7 +144,7 @@ class _Walk:
             values = self._invariants(op, values)
         elif op.opcode == "conditional":
             values = values[1:]
-        # HLO hands each branch an operand of its own; StableHLO's branches capture all.
+        # In HLO each branch has its own operand; StableHLO's branches capture all values.
         apart = op.opcode == "conditional" and self.program.dialect == "hlo"
         for place, name in enumerate(op.called):
             self._meet(name, values[place : place + 1] if apart else values)
@@ -155,11 +155,11 @@ class _Walk:
             self.known[name] = list(values)
         else:
             agreed = zip(before, values, strict=False)
-            # A function with several callers: only what all of them agree on.
+            # Values of a function with several callers are known only if all agree.
             self.known[name] = [a if a == b else None for a, b in agreed]
 
     def _invariants(self, op: Op, initial: Arguments) -> Arguments:
-        """Return what is known about the loop's state at any iteration."""
+        """Return what is known about the loop's state in any iteration."""
         body = self.program.computations[op.called[1]]
         if _single_tuple(op, body):
             whole = initial[0]
@@ -167,14 +167,14 @@ class _Walk:
         return self._kept(body, initial)
 
     def _kept(self, body: Computation, initial: Arguments, *, single: bool = False) -> Arguments:
-        """Give elements of a state before the loop, where the body hands them on; else ``None``."""
+        """Return the initial elements of a state that the body keeps; ``None`` for the others."""
         state: Arguments = [Linear(i, 0) for i in range(len(initial))]
         after = self._state_after(body, [state] if single else state)
         after += [None] * (len(initial) - len(after))
         return [v if after[i] == Linear(i, 0) else None for i, v in enumerate(initial)]
 
     def _state_after(self, body: Computation, state: Arguments) -> Arguments:
-        """Return the body's results; what the body captures from outside never changes."""
+        """Return the results of the body, followed by captured values, which never change."""
         result = self._value(body, body.root, state, 0, {})
         results = list(result) if isinstance(result, list) else [result]
         return [*results, *state[len(results) :]]
@@ -187,7 +187,7 @@ class _Walk:
             if not isinstance(whole, list):
                 return None
             initial = whole
-        # Bounds and steps may be captured from outside, or be carried without a change.
+        # Bounds and steps may be captured from outside or carried unchanged.
         fixed = self._kept(body, initial, single=single)
         elements: Arguments = [f if _is_number(f) else Linear(i, 0) for i, f in enumerate(fixed)]
         state: Arguments = [elements] if single else elements
@@ -203,8 +203,8 @@ class _Walk:
             step = _pick(after, counter)
             if first is None or limit is None or counter.element < 0:
                 continue
-            # The counter starts at a known number, and each iteration adds a constant to the same
-            # element.
+            # The counter must start at a known number, and each iteration must add a constant to
+            # the same element.
             if first.element >= 0 or step is None or step.element != counter.element:
                 continue
             return _count(direction, first.offset + counter.offset, step.offset, limit)
@@ -219,8 +219,8 @@ class _Walk:
         memo: dict[int, Value],
     ) -> Value:
         if index not in memo:
-            # Set before descending: a circle (malformed input) then yields "unknown" instead of
-            # recursing.
+            # Set before descending, so that a cycle (malformed input) gives "unknown" instead of
+            # endless recursion.
             memo[index] = None
             if depth < _MAX_DEPTH:
                 memo[index] = self._compute(where, where.ops[index], arguments, depth + 1, memo)
@@ -250,7 +250,7 @@ class _Walk:
             inner = self.program.computations[op.called[0]]
             values = [operand(i) for i in range(len(op.operands))]
             return self._value(inner, inner.root, values, depth, {})
-        # Loops within loops multiply the work of this search: only a few levels are entered.
+        # Nested loops multiply the work of this search, so only a few levels are entered.
         if code == "while" and op.is_tuple and len(op.called) == 2 and depth < 20:
             initial = [operand(i) for i in range(len(op.operands))]
             kept = self._invariants(op, initial)
@@ -261,7 +261,7 @@ class _Walk:
 
 
 def _single_tuple(op: Op, body: Computation) -> bool:
-    """Return whether the state is one tuple, as in HLO, instead of several operands."""
+    """Return whether the state is a single tuple, as in HLO, instead of several operands."""
     return len(op.operands) == 1 and body.parameters[0].is_tuple
 
 
@@ -280,7 +280,7 @@ def _pick(state: Arguments, value: Linear) -> Linear | None:
 
 
 def _at_start(bound: Linear, initial: Arguments, after: Arguments) -> int | None:
-    """Return the bound as a number, if no iteration changes it."""
+    """Return the bound as a number if no iteration changes it."""
     if bound.element < 0:
         return bound.offset
     if _pick(after, bound) != Linear(bound.element, 0):
@@ -290,7 +290,7 @@ def _at_start(bound: Linear, initial: Arguments, after: Arguments) -> int | None
 
 
 def _combine(op: Op, lhs: Value, rhs: Value) -> Value:
-    """Sum, difference or comparison of linear values; products and extrema of constants."""
+    """Compute sums, differences and comparisons of linear values, and products of constants."""
     if not isinstance(lhs, Linear) or not isinstance(rhs, Linear):
         return None
     if op.opcode == "compare":
@@ -305,16 +305,16 @@ def _combine(op: Op, lhs: Value, rhs: Value) -> Value:
 
 
 def _count(direction: str, first: int, step: int, bound: int) -> int | None:
-    """Count how many of ``first, first + step, …`` satisfy the comparison before one does not."""
+    """Count the leading elements of ``first, first + step, …`` that satisfy the comparison."""
     if direction in ("GT", "GE"):
         return _count({"GT": "LT", "GE": "LE"}[direction], -first, -step, -bound)
-    # Integers: i <= b is i < b + 1.
+    # For integers, i <= b means i < b + 1.
     if direction == "LE":
         direction, bound = "LT", bound + 1
     if direction == "LT":
         if first >= bound:
             return 0
-        # The ceiling of (bound - first) / step.
+        # Ceiling of (bound - first) / step.
         return -((first - bound) // step) if step > 0 else None
     if direction == "NE":
         if first == bound:

@@ -1,9 +1,9 @@
-"""Programs from files: a parser that crashes on a damaged one must not take the process with it.
+"""Protection from program files that would crash the parser.
 
-MLIR's reader of bytecode trusts its input: a flipped byte can end the process. So bytecode is read
-once in a process of its own (``mlir/worker.py``), and only what passes there is read here. Text is
-safe but for nesting without end, which overflows the stack; only text that nests deep is tried so.
-Files of other tools that users take for a program are told by content or suffix.
+MLIR's bytecode reader trusts its input, and a single wrong byte can end the process. Bytecode is
+therefore first read in a separate process (``mlir/worker.py``), and here only if that succeeds.
+Text is safe except for very deep nesting, which overflows the stack, so only deeply nested text is
+tried in the same way. Files of other tools are recognised by content or suffix.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, 
 if TYPE_CHECKING:
     from .reader import SourceProgram
 
-
-#: Seconds that reading a module may take, and more for each megabyte.
-#: Engineering estimates: reading takes about 0.2 s a megabyte on an idle machine.
+#: Seconds allowed for reading a module, and additional seconds per megabyte. Engineering estimates:
+#: reading takes about 0.2 s per megabyte on an idle machine.
 TIMEOUT_S, TIMEOUT_S_PER_MB = 30.0, 5.0
-#: Nesting of brackets up to which text is read at once. Programs nest less than 50.
+#: Depth of nested brackets up to which text is read directly. Programs nest less than 50 deep.
 PLAIN_DEPTH = 200
-#: Nesting that no reader follows.
+#: Depth that is always rejected.
 MAX_DEPTH = 2000
-#: Private memory that reading a module may take.
+#: Private memory allowed for reading a module.
 MEMORY_BYTES = 8 * 2**30
-#: What rules raise on attributes that do not fit shapes, and by faults of their own: ``_fault_of``
-#: shows which it was.
+#: Exceptions of rules on attributes that do not fit shapes, but also of faulty rules;
+#: ``_fault_of`` distinguishes the two.
 _ILL_FORMED = (
     IndexError,
     KeyError,
@@ -53,27 +52,31 @@ _ILL_FORMED = (
     MemoryError,
 )
 _PACKAGE = Path(__file__).parents[2]
-#: Answers of the worker, as in ``mlir/worker.py``, which imports MLIR.
+#: Answers of the worker; equal to those in ``mlir/worker.py``, which would import MLIR.
 _READ, _REFUSED = b"read", b"refused"
-#: Most digests of modules that passed which are kept.
+#: Digests of modules that were read successfully, and their largest number.
 _passed: set[bytes] = set()
 _REMEMBERED = 4096
+#: First bytes of a zip archive, and longest end of one: 22 bytes and a comment.
+_ZIP, _ZIP_END = b"PK\x03\x04", 22 + 65535
+#: Start of StableHLO, HLO or an export, whatever the name of the file.
+_PROGRAM = re.compile(rb"\s*(?:(?://|#)[^\n]*\n\s*)*(?:module\b|HloModule\b|ML\xefR)")
 _HINT = "copy the file again, or export the program anew"
 
 
 @contextlib.contextmanager
 def well_formed(source: SourceProgram | None = None) -> Iterator[None]:
-    """Tells faults of an ill-formed program from failures of rules on a well-formed one.
+    """Turn exceptions of rules into errors that tell faults of the program from those of opcast.
 
-    Attributes that do not fit shapes, operands that are missing and figures beyond all range show
-    where they are used, in any of the rules for costs, kernels and features.
+    Attributes that do not fit shapes, missing operands and excessive numbers only show where they
+    are used, in any rule for costs, kernels or features.
 
     Args:
-        source: The program that the block is about.
+        source: Program that the block works on.
 
     Raises:
-        ProgramError: Something in the block failed, and an op does not fit its operands.
-        InternalError: Something in the block failed, and nothing is wrong with the program.
+        ProgramError: The block failed, and an op does not match its operands.
+        InternalError: The block failed, but the program is well-formed.
     """
     try:
         yield
@@ -96,7 +99,7 @@ def well_formed(source: SourceProgram | None = None) -> Iterator[None]:
 
 
 def _fault_of(source: SourceProgram | None) -> tuple[str, str]:
-    """Find what is wrong with a program, and the op; empty if nothing is or it is unreadable."""
+    """Return the fault of a program and the op; empty if there is none or it is unreadable."""
     from .program_check import program_fault
 
     if source is None:
@@ -108,7 +111,7 @@ def _fault_of(source: SourceProgram | None) -> tuple[str, str]:
 
 
 def _raised_at(error: BaseException) -> tuple[str, str]:
-    """Find the file, line and function of opcast that raised an error, and the op concerned."""
+    """Return the file, line and function of opcast that raised an error, and the op concerned."""
     from ..lowering.fused.graph import Node
     from .program import Op
 
@@ -126,9 +129,9 @@ def _raised_at(error: BaseException) -> tuple[str, str]:
 
 
 class Reader:
-    """A worker that reads modules; it is started when it is needed, and anew after it has ended.
+    """A worker that reads modules, started on first use and restarted after it has ended.
 
-    Several threads may ask; one is answered at a time.
+    Safe for several threads; requests are handled one at a time.
     """
 
     def __init__(self) -> None:
@@ -137,11 +140,11 @@ class Reader:
         self._owner = 0
 
     def outcome(self, data: bytes) -> tuple[str, str]:
-        """How a module made the worker end, and why the parser refuses it; empty if it does not."""
+        """Return how a module ended the worker and why the parser rejects it; empty if neither."""
         with self._lock:
             used = self._worker is not None
             outcome = self._try(data)
-            # An idle worker may have been killed for other reasons, or by what it refused before.
+            # A running worker may have been killed for other reasons or damaged by earlier input.
             return self._try(data) if outcome[0] and used else outcome
 
     def _try(self, data: bytes) -> tuple[str, str]:
@@ -160,7 +163,7 @@ class Reader:
         return outcome, ""
 
     def _started(self, limit: float) -> WorkerProcess:
-        """Return the worker of this process; one that a fork inherited is its parent's."""
+        """Return the worker of this process; an inherited one belongs to the parent process."""
         if self._worker is not None and self._owner == os.getpid():
             return self._worker
         worker = WorkerProcess(_command(), memory_bytes=MEMORY_BYTES)
@@ -177,7 +180,7 @@ class Reader:
         return worker
 
     def close(self) -> None:
-        """End the worker, if it is this process's own."""
+        """End the worker if it belongs to this process."""
         if self._owner == os.getpid():
             self._stop()
 
@@ -188,7 +191,7 @@ class Reader:
             worker.stop()
 
 
-#: The process's reader; its worker starts with the first bytecode.
+#: Reader of this process; its worker starts with the first bytecode.
 reader = Reader()
 
 
@@ -199,16 +202,16 @@ def _command() -> list[str]:
 def check_bytecode(data: bytes, origin: str = "") -> None:
     """Read MLIR bytecode in a separate process.
 
-    The first takes a third of a second, more of them milliseconds; what passed once passes again at
-    once. What the parser refuses is not read here: it may leave memory damaged while it refuses.
+    The first call takes a third of a second and later ones milliseconds; known modules pass at
+    once. Bytecode that the parser rejects is not read here, since rejecting may corrupt memory.
 
     Args:
         data: The bytecode.
-        origin: File that it came from, for messages.
+        origin: Its file, for messages.
 
     Raises:
-        ProgramError: The parser refuses it; or reading it crashes, takes too much memory, or does
-            not end.
+        ProgramError: The parser rejects the bytecode, or reading it crashes, takes too much memory
+            or does not end.
     """
     outcome, refusal = _outcome(data)
     if refusal:
@@ -224,10 +227,10 @@ def check_bytecode(data: bytes, origin: str = "") -> None:
 
 
 def check_text(text: str, origin: str = "") -> None:
-    """Refuse a program's text that nests so deep that reading it would overflow the stack.
+    """Reject text that is nested so deeply that reading it would overflow the stack.
 
     Raises:
-        ProgramError: It nests too deep.
+        ProgramError: The text is nested too deeply.
     """
     depth = nesting(text)
     if depth <= PLAIN_DEPTH:
@@ -239,10 +242,10 @@ def check_text(text: str, origin: str = "") -> None:
 
 
 def nesting(text: str) -> int:
-    """Measure how deep brackets of one kind nest, strings and comments included."""
+    """Return the depth of nested brackets of one kind, including strings and comments."""
     codes = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
-    # Neither arrows nor the sign in HLO's iota device lists, as in [1,8]<=[8], are brackets.
-    # Brackets are counted with NumPy, since programs have megabytes of text.
+    # Arrows and the sign in HLO's iota device lists, such as [1,8]<=[8], are not brackets.
+    # NumPy counts the brackets because programs have megabytes of text.
     sign = np.zeros(len(codes), bool)
     sign[1:] = (codes[1:] == ord(">")) & (codes[:-1] == ord("-"))
     sign[:-1] |= (codes[:-1] == ord("<")) & (codes[1:] == ord("="))
@@ -252,34 +255,30 @@ def nesting(text: str) -> int:
         step -= (codes == ord(closing)) & ~sign
         level = np.cumsum(step, dtype=np.int64)
         if len(level):
-            # Closing brackets without an opening one, as in comparisons, do not make up for others.
+            # Unmatched closing brackets, as in comparisons, do not offset opening ones.
             deepest = max(deepest, int((level - np.minimum.accumulate(np.minimum(level, 0))).max()))
     return deepest
 
 
 def _outcome(data: bytes) -> tuple[str, str]:
-    """As :meth:`Reader.outcome`; modules that were read are not tried again."""
+    """Return :meth:`Reader.outcome`, remembering modules that were read."""
     digest = hashlib.sha256(data).digest()
     if digest in _passed:
         return "", ""
     outcome = reader.outcome(data)
     if outcome == ("", ""):
-        # A long-lived server must not grow without end; a module that is forgotten is tried again.
+        # Bounds the memory of long-running servers; a forgotten module is tried again.
         if len(_passed) >= _REMEMBERED:
             _passed.clear()
         _passed.add(digest)
     return outcome
 
 
-#: How a zip archive begins.
-_ZIP = b"PK\x03\x04"
-
-
 class Foreign(NamedTuple):
     """A file of another tool.
 
     Attributes:
-        what: What it is.
+        what: Description of the file.
         hint: What to do instead.
     """
 
@@ -289,7 +288,7 @@ class Foreign(NamedTuple):
 
 @cache
 def _files() -> Mapping[str, JsonObject]:
-    """Kinds of files by name, with ``what``, ``hint``, ``suffixes`` and ``content``."""
+    """Return the kinds of files by name, with ``what``, ``hint``, ``suffixes`` and ``content``."""
     read = own_data("features/ir/foreign_files.yaml")
     hints = read["hints"]
     return {
@@ -298,25 +297,19 @@ def _files() -> Mapping[str, JsonObject]:
     }
 
 
-#: Most bytes of the end of a zip archive: 22, and a comment.
-_ZIP_END = 22 + 65535
-#: How StableHLO, HLO or an export begins, whatever the file is called.
-_PROGRAM = re.compile(rb"\s*(?:(?://|#)[^\n]*\n\s*)*(?:module\b|HloModule\b|ML\xefR)")
-
-
 def foreign_file(name: str, data: bytes) -> Foreign | None:
-    """Recognise a file that holds no program; ``None`` if it may hold one.
+    """Recognise a file without a program; ``None`` if it may contain one.
 
     Args:
-        name: Its name; content takes precedence over the suffix.
-        data: Its content.
+        name: Name of the file; its content takes precedence over the suffix.
+        data: Content of the file.
     """
-    # Bytecode may stand inside an export, so it is looked for everywhere.
+    # Bytecode may lie anywhere inside an export.
     if _PROGRAM.match(data) or b"ML\xefR" in data:
         return None
     kind = _by_content(data)
     if not kind and data.startswith(_ZIP):
-        # PyTorch packs whatever it saves.
+        # PyTorch saves everything as zip archives.
         kind = _by_members(data) or _by_suffix(name) or "checkpoint"
     kind = kind or _by_suffix(name)
     return Foreign(_files()[kind]["what"], _files()[kind]["hint"]) if kind else None
@@ -332,19 +325,19 @@ def _by_content(data: bytes) -> str:
         at = own.get("content", {}).get("at", 0)
         if "content" in own and data[at:].startswith(own["content"]["bytes"].encode("latin-1")):
             return kind
-    # The length of a JSON header, then the header.
+    # The length of a JSON header, followed by the header.
     if data[8:10] == b'{"' and 0 < int.from_bytes(data[:8], "little") <= len(data):
         return "safetensors"
-    # A pickle of protocol 2 or later, as older versions of PyTorch save.
+    # A pickle of protocol 2 or later, as saved by older versions of PyTorch.
     if data[:1] == b"\x80" and data[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "checkpoint"
     return "configuration" if data.lstrip()[:1] == b"{" and b'"model_type"' in data else ""
 
 
 def _by_members(data: bytes) -> str:
-    """What a zip archive is by the files in it."""
+    """Classify a zip archive by its members."""
     if b"archive_format" in data[:4096] or b"/models/model.json" in data:
-        # An archive ends with the list of its files, through which it is read.
+        # An archive ends with its list of files, which is needed to read it.
         return "program_of_torch" if b"PK\x05\x06" in data[-_ZIP_END:] else "damaged"
-    # Code of TorchScript stands beside its constants.
+    # TorchScript stores code and constants.
     return "torchscript" if b"/code/__torch__" in data or b"/constants.pkl" in data else ""

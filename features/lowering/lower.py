@@ -196,7 +196,7 @@ def _lower(
 
 def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
     """Return whether a device is a GPU or TPU other than JAX's default, to cross-compile for."""
-    if device.platform not in ("gpu", "tpu") or _is_compiled(program):
+    if device.platform not in ("gpu", "tpu") or program.is_compiled:
         return False
     # Without a device file this machine has no GPU or TPU, so JAX need not be started to find out.
     if not device_files():
@@ -226,10 +226,6 @@ def _widened_by_stand_in(program: Program, device: DeviceSpec) -> str:
         f"XLA's rules for {rules}, which stand in for those for {target}, widen products of "
         f"{lacking} to 16 bits, which {device.name} multiplies as they are"
     )
-
-
-def _is_compiled(program: SourceProgram) -> bool:
-    return program.kind == "hlo" and program.program.is_scheduled
 
 
 def _note_platform(lowered: LoweredProgram, device: DeviceSpec | None) -> None:

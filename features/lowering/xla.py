@@ -150,9 +150,8 @@ def lower_xla(
     Raises:
         LoweringError: The backend cannot compile it, or there are too few devices.
     """
-    if source.kind == "hlo" and source.program.is_scheduled:
-        text = source.compile_input
-        hlo = text if isinstance(text, str) else text.decode()
+    if source.is_compiled:
+        hlo = source.raw.decode()
         target = LocalTarget("hlo", device.platform if device is not None else "", "", 1)
         return lower_compiled(source.program, hlo, source, target, {}, trip_counts)
     if cache is None:
@@ -272,9 +271,9 @@ def _as_stablehlo(source: SourceProgram) -> SourceProgram:
     from ..ir.jax_compat import hlo_to_stablehlo
     from ..ir.mlir.bindings import with_partitions, write_bytecode
 
-    text, counts = source.compile_input, header_counts(source)
+    counts = header_counts(source)
     try:
-        data = hlo_to_stablehlo(text if isinstance(text, str) else text.decode())
+        data = hlo_to_stablehlo(source.raw.decode())
         if counts != (1, 1):  # the converter drops them
             data = write_bytecode(with_partitions(data, counts[1], counts[0]))
     except Exception as error:  # the converter raises several unrelated classes

@@ -236,10 +236,10 @@ def _cores_used(c: Columns, facts: DeviceFacts, device: DeviceSpec) -> np.ndarra
     XLA:CPU splits only loops with ``outer_dimension_partitions``; library calls, and everything on
     other devices, may use all cores.
     """
-    told = c["partitions"] > 0
+    stated = c["partitions"] > 0
     library = (c["gemm_m"] > 0) | (c["fusion"] == CODE["fusion"]["kCustom"])
-    splits = told | library | (device.platform != "cpu")
-    parts = np.where(told, c["partitions"], np.where(splits, facts.cores, 1.0))
+    splits = stated | library | (device.platform != "cpu")
+    parts = np.where(stated, c["partitions"], np.where(splits, facts.cores, 1.0))
     return np.asarray(np.minimum(parts, facts.cores) / facts.cores)
 
 

@@ -103,7 +103,7 @@ def _wide_reduction(op: Op, inner: Computation, body: Program, device: DeviceSpe
 
 
 def _joint_reduction(
-    op: Op, inner: Computation, body: Program, device: DeviceSpec, told: float
+    op: Op, inner: Computation, body: Program, device: DeviceSpec, stated: float
 ) -> float:
     source, dims = inner.ops[op.operands[0]].type, op.attrs.get("dimensions", ())
     facts, reducer = type_facts(source), body.computations[op.called[0]]
@@ -117,7 +117,7 @@ def _joint_reduction(
         stride = prod(source.shape[d] for d in facts.order if d not in dims) * facts.bits // 8
         cycles = max(cycles, facts.size * _far_cycles(stride, length))
     # Where the compiler states no partitions, each core may take some of the results.
-    parts = min(told or facts.size / length, max(device.core_count, 1))
+    parts = min(stated or facts.size / length, max(device.core_count, 1))
     return float(cycles / device.clock_hz / max(parts, 1.0))
 
 

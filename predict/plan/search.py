@@ -357,8 +357,7 @@ class PlanSearch:
     def _annotated(self, plan: Plan) -> bytes:
         given = self.program.given
         if given and not plan.mesh:
-            data = given.compile_input
-            return data.encode() if isinstance(data, str) else data
+            return given.raw
         return self.program.changed(plan.change).annotated(plan)
 
     def _judged(self, programs: Iterator[tuple[bool, Annotated]]) -> Iterator[PlanRow]:

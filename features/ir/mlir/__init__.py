@@ -1,5 +1,5 @@
-"""Reader of MLIR: StableHLO modules in; operations, attributes, types and locations out.
+"""Reader of MLIR: converts operations, attributes, types and locations of StableHLO modules.
 
-``bindings`` is all that is used of jaxlib's MLIR. ``worker`` parses in a separate process, so that
-a crash of native code stays there.
+``bindings`` wraps all used parts of jaxlib's MLIR. ``worker`` parses in a separate process, so that
+crashes of native code do not spread.
 """

@@ -1,10 +1,10 @@
-"""cuDNN's fused attention, cut along batch and heads.
+"""cuDNN's fused attention, split along batch and heads.
 
-A partitioner cannot cut a library's call: it gathers the operands, and every device computes the
-whole. JAX cuts its own calls by a callback (``custom_partitioning``), which a program that was
-lowered for one device lacks. Such a call is therefore put into a part that is written for each
-device, as ``shard_map`` does: every device calls the library with its own sequences and heads,
-which are independent of each other.
+A partitioner cannot split a library call: it gathers the operands, and every device computes the
+whole result. JAX splits its own calls by a callback (``custom_partitioning``), which is missing in
+programs lowered for one device. Such calls are therefore put into a section written for each
+device, as by ``shard_map``: each device calls the library for its own sequences and heads, which
+are independent of each other.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from ....common.types import JsonMapping, MlirObject
 
-#: A value of a module; its type is known where it is used.
+#: A value of a module, whose type is known where it is used.
 Value = ir.Value[Any]
-#: What is written for one device already.
+#: Sharding of values that are already local to a device.
 _MANUAL = "{manual}"
 _CONFIG = "cudnn_fmha_backend_config"
 #: The product of queries (backward: the result's gradient) with keys or values, whose batch
-#: dimensions tell where the heads are: ``BTNH`` or ``BNTH``.
+#: dimensions reveal the position of the heads: ``BTNH`` or ``BNTH``.
 _PRODUCTS = ("bmm1_dot_dimension_numbers", "bmm2_grad_gemm2_dot_dimension_numbers")
 
-#: Number of an operand or a result, number of its dimension.
+#: Number of an operand or a result, and number of a dimension.
 At = tuple[int, int]
 Shape = Sequence[int]
 
 
 class CallAxis(NamedTuple):
-    """A dimension along which a call can be cut.
+    """A dimension along which a call can be split.
 
     Attributes:
-        results: Where it is in the results.
-        operands: Where it is in the operands.
+        results: Its positions in the results.
+        operands: Its positions in the operands.
     """
 
     results: tuple[At, ...]
@@ -45,12 +45,12 @@ class CallAxis(NamedTuple):
 
 
 class CallSplit(NamedTuple):
-    """How a call is cut.
+    """How a call is split.
 
     Attributes:
         operands: Sharding of each operand.
         results: Sharding of each result.
-        parts: Parts of batch and heads.
+        parts: Numbers of parts of batch and heads.
     """
 
     operands: tuple[str, ...]
@@ -61,11 +61,11 @@ class CallSplit(NamedTuple):
 def attention_axes(
     target: str, config: JsonMapping, operands: Sequence[Shape], results: Sequence[Shape]
 ) -> tuple[CallAxis, ...]:
-    """Batch and heads of a call of cuDNN's attention.
+    """Find the batch and head dimensions of a call of cuDNN's attention.
 
-    The order of operands and results is JAX's (``jax._src.cudnn.fused_attention_stablehlo``):
-    queries, keys, values, bias, lengths; backward queries, keys, values, statistics, gradient,
-    bias, result, lengths. Results are ``(batch, heads, positions, size)`` in either layout.
+    Operands and results are in JAX's order (``jax._src.cudnn.fused_attention_stablehlo``): queries,
+    keys, values, bias, lengths; backward queries, keys, values, statistics, gradient, bias, result,
+    lengths. Results are ``(batch, heads, positions, size)`` in either layout.
 
     Args:
         target: Name of the called function.
@@ -74,9 +74,9 @@ def attention_axes(
         results: Shapes of its results.
 
     Returns:
-        Two axes. One may be missing: an axis over which a bias is shared cannot be cut where the
-        bias's gradient is asked for, since that is a sum over the axis. Empty for other calls,
-        for paged and 8-bit attention, and for configurations that JAX did not write.
+        Two axes. An axis over which a bias is shared is empty if the bias's gradient is a result,
+        since that is a sum over the axis. No axes for other calls, for paged and 8-bit attention,
+        and for configurations that JAX did not write.
     """
     own = config.get(_CONFIG, {})
     heads = _heads_at(own)
@@ -86,8 +86,8 @@ def attention_axes(
         return ()
     backward, bias = "Backward" in target, "Bias" in target
     like = [0, 1, 2, 4, 6 if bias else 5] if backward else [0, 1, 2]
-    # A device needs the queries and the keys of its heads, also of grouped ones: both are cut
-    # into the same number of parts, in order.
+    # A device needs the queries and keys of its heads, including grouped ones: both are split into
+    # the same number of parts, in order.
     found = [[(k, 0) for k in like], [(k, heads) for k in like]]
     at_bias = (5 if backward else 3) if bias else -1
     for k, shape in enumerate(operands):
@@ -107,7 +107,7 @@ def attention_axes(
 
 
 def _heads_at(own: MlirObject) -> int | None:
-    """Dimension of the heads in queries and keys: 1 or 2."""
+    """Return the head dimension of queries and keys: 1 or 2."""
     try:
         numbers = next(own[key] for key in _PRODUCTS if key in own)
         heads = int(numbers["lhs_batch_dimensions"][1])
@@ -118,7 +118,7 @@ def _heads_at(own: MlirObject) -> int | None:
 
 
 def call_axes(op: ir.Operation) -> tuple[CallAxis, ...]:
-    """Batch and heads of an op of a module, as :func:`attention_axes` finds them."""
+    """Return :func:`attention_axes` for an op of a module."""
     if op.name != "stablehlo.custom_call" or "backend_config" not in op.attributes:
         return ()
     target = ir.StringAttr(op.attributes["call_target_name"]).value
@@ -134,12 +134,12 @@ def call_axes(op: ir.Operation) -> tuple[CallAxis, ...]:
 
 
 def draws_numbers(config: JsonMapping) -> bool:
-    """Whether a call of cuDNN's attention drops weights at random, by its configuration."""
+    """Return whether a call of cuDNN's attention applies random dropout."""
     return float(config.get(_CONFIG, {}).get("dropout_rate", 0.0)) > 0.0
 
 
 def divided_call(op: ir.Operation, parts: Sequence[int]) -> ir.Attribute:
-    """Configuration of a call with :func:`call_axes` after its batch and heads were divided."""
+    """Return the configuration of a call with :func:`call_axes` for divided batch and heads."""
     config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
     dimensions = config[_CONFIG]["intermediate_tensor_shape"]["dimensions"]
     for n, own in enumerate(parts):
@@ -148,11 +148,11 @@ def divided_call(op: ir.Operation, parts: Sequence[int]) -> ir.Attribute:
 
 
 def split_call(op: ir.Operation, split: CallSplit) -> None:
-    """Let each device call the library with its part; must be done within the op's context.
+    """Let each device call the library for its part; requires the op's context.
 
     Args:
-        op: A call with :func:`call_axes`, which goes.
-        split: How it is cut; the parts divide all sizes along their axes.
+        op: A call with :func:`call_axes`, which is removed.
+        split: How to split it; the parts must divide all sizes along their axes.
     """
     axes = call_axes(op)
 
@@ -185,18 +185,18 @@ def split_call(op: ir.Operation, split: CallSplit) -> None:
 def sharded(
     value: Value, sharding: str, call: str = "Sharding", kind: ir.Type | None = None
 ) -> Value:
-    """Annotate a value with how it is cut, at the current insertion point and location.
+    """Annotate a value with a sharding, at the current insertion point and location.
 
     Args:
         value: A value of a module.
-        sharding: How it is cut, as GSPMD writes it.
-        call: Custom call that the partitioner knows.
+        sharding: Sharding in GSPMD's notation.
+        call: Custom call that the partitioner recognises.
         kind: Type of the result; by default that of the value.
     """
     made: ir.OpView = hlo.CustomCallOp([kind or value.type], [value], call)
     made.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
-    told: Value = made.results[0]
-    return told
+    result: Value = made.results[0]
+    return result
 
 
 def _shape(value: Value) -> list[int]:

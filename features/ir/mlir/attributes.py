@@ -1,4 +1,4 @@
-"""Attributes of StableHLO ops in the names and shapes of the IR (docs/ir.md)."""
+"""Attributes of StableHLO ops in the names and formats of the IR (docs/ir.md)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from .values import Raw
 Attrs = JsonObject
 Types = Sequence[TensorType]
 
-#: Attributes that do not change what is computed, or that the reader handles itself (callees,
+#: Attributes that do not affect the computation, or that the reader handles itself (callees,
 #: function attributes).
 _DROPPED = named("dropped_attributes")
-
-
-#: Opcodes whose attributes have defaults, so that a rule applies even if the op carries none.
+#: Opcodes whose attributes have defaults, so that rules apply even to ops without attributes.
 ALWAYS_NORMALISED = frozenset(("dot", "broadcast", "all-reduce"))
 
 
 def normalise(opcode: str, attrs: Attrs, operands: Types, results: Types) -> Attrs:
-    """Bring the attributes of one op to the IR's names.
+    """Convert the attributes of one op to the names of the IR.
 
     Args:
         opcode: HLO opcode.
@@ -34,13 +32,13 @@ def normalise(opcode: str, attrs: Attrs, operands: Types, results: Types) -> Att
         results: Types of the results' leaves.
 
     Returns:
-        The attributes of docs/ir.md, then the remaining ones as they are.
+        The attributes of docs/ir.md, followed by the remaining ones unchanged.
     """
-    # Rules take out (`pop`) what they rename: what is left keeps its name.
+    # Rules remove (`pop`) the attributes that they rename; the others keep their names.
     rule = _RULES.get(opcode)
     normalised = rule(attrs, operands, results) if rule else {}
     for key, value in attrs.items():
-        # Names with a dot are annotations of frameworks and partitioners.
+        # Names with a dot are annotations by frameworks and partitioners.
         if key not in _DROPPED and "." not in key and key not in normalised:
             normalised[key] = value.text if isinstance(value, Raw) else value
     return normalised
@@ -61,7 +59,7 @@ def _struct(value: object) -> Attrs:
 
 
 def _precision(attrs: Attrs) -> Attrs:
-    """Read ``operand_precision`` as in HLO: absent if it is the default."""
+    """Read ``operand_precision`` as in HLO, where the default is left out."""
     values = attrs.pop("precision_config", None) or ()
     names = tuple(str(v).lower() for v in values if isinstance(v, str))
     return {"operand_precision": names} if set(names) - {"default"} else {}
@@ -95,12 +93,12 @@ def _ragged_dot(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 
 def _windows(attrs: Attrs, sizes: Sequence[int], names: dict[str, str]) -> tuple[WindowDim, ...]:
-    """Make one window per size; ``names`` gives the MLIR names of strides and dilations."""
+    """Make one window per size; ``names`` maps strides and dilations to their MLIR names."""
     rank = len(sizes)
 
     def column(field: str, default: int) -> tuple[int, ...]:
         values = _ints(attrs.pop(names.get(field, field), None) or ())
-        # A single value stands for all dimensions (MLIR prints splats so).
+        # A single value applies to all dimensions (MLIR's notation for splats).
         return values if len(values) == rank else (values or (default,))[:1] * rank
 
     pads = _pairs(attrs.pop("padding", None)) or ((0, 0),) * rank
@@ -128,7 +126,7 @@ def _convolution(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     labels = _labels(numbers.text)
     kernel = labels[labels.index("_") + 1 : labels.index("->")]
     by_label = {label: operands[1].shape[i] for i, label in enumerate(kernel)}
-    # The window's sizes are the kernel's spatial dimensions, in the labels' order.
+    # The sizes of the window are the spatial dimensions of the kernel, in the order of the labels.
     sizes = [by_label[str(i)] for i in range(len(kernel) - 2)]
     return {
         "window": _windows(attrs, sizes, {}),
@@ -148,7 +146,7 @@ def _reduce_window(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 def _broadcast(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     for key in ("known_expanding_dimensions", "known_nonexpanding_dimensions"):
         attrs.pop(key, None)
-    # The old `broadcast` puts new dimensions in front.
+    # The old `broadcast` op prepends the new dimensions.
     if "broadcast_sizes" in attrs:
         added = len(_ints(attrs.pop("broadcast_sizes")))
         return {"dimensions": tuple(range(added, len(results[0].shape)))}
@@ -156,7 +154,7 @@ def _broadcast(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 
 def _renamed(**names: str) -> Callable[[Attrs, Types, Types], Attrs]:
-    """Make the rule that reads tuples of integers from attributes, by (IR name = MLIR name)."""
+    """Make a rule that reads tuples of integers, given as IR name = MLIR name."""
 
     def rule(attrs: Attrs, operands: Types, results: Types) -> Attrs:
         return {new: _ints(attrs.pop(old, ())) for new, old in names.items()}
@@ -178,7 +176,7 @@ def _pad(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 
 def _index_numbers(value: object, lists: Sequence[str]) -> Attrs:
-    """Return dimension numbers of a gather or scatter: lists, and where the index vectors lie."""
+    """Return the dimension numbers of a gather or scatter and the place of the index vectors."""
     numbers = _struct(value)
     return {
         **{key: _ints(numbers.get(key, ())) for key in lists},
@@ -204,14 +202,14 @@ def _scatter(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 def _compare(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     kind = attrs.pop("compare_type", None)
-    # Other kinds follow from the operands' type, so HLO leaves them out.
+    # Other types follow from the operands and are left out in HLO.
     extra = {"type": kind} if kind == "TOTALORDER" else {}
     return {"direction": str(attrs.pop("comparison_direction", "")), **extra}
 
 
 def _custom_call(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     config = attrs.pop("backend_config", "")
-    # Triton's kernels are in an attribute of their own, which XLA writes as text into HLO.
+    # Triton kernels are stored in a separate attribute, which XLA writes as text into HLO.
     triton = attrs.pop("mhlo.backend_config", None)
     if not config and isinstance(triton, dict):
         texts = {key: f'"{v}"' if isinstance(v, str) else str(v) for key, v in triton.items()}
@@ -219,10 +217,10 @@ def _custom_call(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     given = attrs.pop("mhlo.frontend_attributes", None)
     work = given.get(WORK) if isinstance(given, dict) else None
     return {
-        # As in HLO.
+        # In the notation of HLO.
         **({"frontend_attributes": write_work(work)} if isinstance(work, str) else {}),
         "target": str(attrs.pop("call_target_name", "")),
-        # A dictionary, or a text with JSON in it, as in HLO.
+        # A dictionary, or text that contains JSON, as in HLO.
         "backend_config": config if isinstance(config, dict) else read_backend_config(str(config)),
     }
 
@@ -246,7 +244,7 @@ def _sort(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     dimension = int(attrs.pop("dimension", -1))
     rank = len(operands[0].shape)
     return {
-        # -1 is StableHLO's default, the last dimension.
+        # StableHLO's default of -1 means the last dimension.
         "dimension": dimension + rank if dimension < 0 else dimension,
         "is_stable": bool(attrs.pop("is_stable", False)),
     }
@@ -255,12 +253,12 @@ def _sort(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 def _channel(attrs: Attrs) -> Attrs:
     handle = _struct(attrs.pop("channel_handle", None))
     number = handle.get("handle")
-    # StableHLO writes 0 where HLO has no channel.
+    # StableHLO's 0 means no channel in HLO.
     return {"channel_id": number if isinstance(number, int) and number > 0 else None}
 
 
 def _collective(attrs: Attrs, operands: Types, results: Types) -> Attrs:
-    """Normalise a collective; its groups are left to the reader, which has the meshes."""
+    """Normalise a collective; the reader, which knows the meshes, expands its groups."""
     normalised = {
         "replica_groups": attrs.pop("replica_groups", ()),
         **_channel(attrs),

@@ -1,6 +1,6 @@
-"""MLIR modules as jaxlib reads and writes them, without JAX, which takes longer to import.
+"""MLIR modules through jaxlib, without JAX, which takes longer to import.
 
-A version of jaxlib that moves one of its unstable interfaces breaks this file alone.
+If a version of jaxlib moves one of its unstable interfaces, only this file has to change.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
 
-#: First bytes of MLIR bytecode, and of StableHLO portable artifacts, which are such bytecode.
+#: First bytes of MLIR bytecode and of StableHLO portable artifacts, which are MLIR bytecode.
 BYTECODE_MAGIC = b"ML\xefR"
-#: The producer string that follows the magic in a portable artifact starts with this.
+#: Start of the producer string that follows the magic in a portable artifact.
 PORTABLE_PRODUCER = b"StableHLO_v"
-#: Threads of all contexts, as JAX shares its own.
+#: Thread pool of all contexts, shared as in JAX.
 _THREADS = ir.ThreadPool()
 
 
 class _Context(ir.Context):
-    """A context that loads none of the dialects that happen to be linked, as JAX's own."""
+    """A context that loads no dialects by itself, like JAX's own."""
 
     def __init__(self) -> None:
         super(ir.Context, self).__init__()
 
 
 def make_context() -> ir.Context:
-    """Make a context with JAX's dialects (func, stablehlo, chlo, sdy, mhlo); others pass too."""
+    """Make a context with JAX's dialects (func, stablehlo, chlo, sdy, mhlo) that accepts others."""
     context = _Context()
     registry = ir.DialectRegistry()
     _jax_mlir_ext.register_dialects(registry)
@@ -45,8 +45,8 @@ def make_context() -> ir.Context:
 
 
 def is_portable_artifact(data: bytes) -> bool:
-    """Whether bytecode was written by a StableHLO serialiser and needs its version upgrade."""
-    # The producer's name lies within the first bytes of the header.
+    """Return whether a StableHLO serialiser wrote the bytecode, so that it needs an upgrade."""
+    # The producer string is near the start of the header.
     return data.startswith(BYTECODE_MAGIC) and PORTABLE_PRODUCER in data[:64]
 
 
@@ -57,11 +57,11 @@ def parse_module(
 
     Args:
         data: The program.
-        context: Context to parse into; a new one if not given.
-        verify: Whether to verify it, too: bytecode is parsed without that.
+        context: Context to parse into; a new one by default.
+        verify: Whether to verify the module, which parsing bytecode does not.
 
     Raises:
-        ValueError: The data is not a module; the message holds the diagnostics with their places.
+        ValueError: The data are not a module; the message has the diagnostics with their positions.
     """
     context = context or make_context()
     messages: list[str] = []
@@ -69,11 +69,11 @@ def parse_module(
     def note(diagnostic: ir.Diagnostic) -> bool:
         try:
             messages.append(f"{diagnostic.location}: {diagnostic.message}")
-        except Exception:  # a message that quotes damaged bytes is not UTF-8
+        except Exception:  # a message that quotes damaged bytes and is not UTF-8
             messages.append("the data is damaged")
         return True
 
-    # Diagnostics are handled here: else they end up on stderr, or abort on text that is not UTF-8.
+    # Without a handler, diagnostics go to stderr, or abort on text that is not UTF-8.
     handler: Any = context.attach_diagnostic_handler(note)
     context.emit_error_diagnostics = True
     try:
@@ -93,9 +93,9 @@ def parse_module(
 
 
 def walk_ops(root: ir.Module | ir.Operation) -> list[ir.Operation]:
-    """All operations of a module or op, itself included, in pre-order.
+    """Return all operations of a module or op, including itself, in pre-order.
 
-    In this order :attr:`opcast.features.ir.program.Source.index` counts the ops of a module.
+    :attr:`opcast.features.ir.program.Source.index` numbers the ops of a module in this order.
     """
     ops: list[ir.Operation] = []
 
@@ -109,7 +109,7 @@ def walk_ops(root: ir.Module | ir.Operation) -> list[ir.Operation]:
 
 
 def functions_of(module: ir.Module) -> dict[str, ir.Operation]:
-    """Functions of a module by name, in order."""
+    """Return the functions of a module by name, in order."""
     return {
         ir.StringAttr(op.attributes["sym_name"]).value: op
         for op in walk_ops(module)
@@ -118,7 +118,7 @@ def functions_of(module: ir.Module) -> dict[str, ir.Operation]:
 
 
 def write_bytecode(module: ir.Module) -> bytes:
-    """Serialise a module to MLIR bytecode, locations included."""
+    """Serialise a module to MLIR bytecode with its locations."""
     buffer = io.BytesIO()
     with module.context:
         module.operation.write_bytecode(buffer)
@@ -126,12 +126,12 @@ def write_bytecode(module: ir.Module) -> bytes:
 
 
 def attribute_text(op: ir.Operation, name: str, limit: int | None = None) -> str:
-    """Printed value of an op's only attribute, for attributes that the bindings cannot wrap.
+    """Print an op's only attribute, for attributes that the bindings cannot wrap.
 
     Args:
         op: The operation.
         name: Name of the attribute.
-        limit: Dense elements beyond this number are left out; ``None`` prints all.
+        limit: Most dense elements to print; ``None`` prints all.
 
     Returns:
         The text; empty if the op has no such attribute.
@@ -142,10 +142,10 @@ def attribute_text(op: ir.Operation, name: str, limit: int | None = None) -> str
 
 
 def tag_locations(module: ir.Module) -> ir.Module:
-    """A copy whose ops are called ``op<position>/<name>``, positions as :func:`walk_ops` counts.
+    """Copy a module, naming its ops ``op<position>/<name>`` by their position in :func:`walk_ops`.
 
-    Compilers carry an op's name over to the instructions they make of it, so that every optimised
-    instruction names the ops it came from.
+    Compilers pass an op's name on to the instructions made from it, so that each optimised
+    instruction names the ops that it came from.
     """
     copy = copy_module(module)
     with module.context:
@@ -158,19 +158,19 @@ def tag_locations(module: ir.Module) -> ir.Module:
 
 
 def copy_module(module: ir.Module) -> ir.Module:
-    """A copy in the same context, locations included."""
+    """Copy a module with its locations in the same context."""
     with module.context:
         return ir.Module.parse(write_bytecode(module))
 
 
 def rename_module(module: ir.Module, name: str) -> None:
-    """Set a module's name, which the compiled program carries into profiler traces."""
+    """Set a module's name, which appears in profiler traces of the compiled program."""
     with module.context:
         module.operation.attributes["sym_name"] = ir.StringAttr.get(name)
 
 
 def module_counts(module: ir.Module) -> tuple[int, int]:
-    """Return the numbers of replicas and partitions that a module is written for."""
+    """Return the numbers of replicas and partitions that a module is for."""
     counts = []
     with module.context:
         for key in ("mhlo.num_replicas", "mhlo.num_partitions"):
@@ -181,7 +181,7 @@ def module_counts(module: ir.Module) -> tuple[int, int]:
 
 
 def set_counts(module: ir.Module, **counts: int) -> None:
-    """Write into a module how many ``replicas`` or ``partitions`` it is for."""
+    """Set the number of ``replicas`` or ``partitions`` that a module is for."""
     with module.context:
         for name, number in counts.items():
             value = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
@@ -189,7 +189,7 @@ def set_counts(module: ir.Module, **counts: int) -> None:
 
 
 def with_partitions(data: bytes, count: int, replicas: int = 1) -> ir.Module:
-    """Parse bytecode and mark the module as written for ``count`` partitions of each replica."""
+    """Parse bytecode and set the numbers of partitions and replicas of the module."""
     module = parse_module(data)
     if replicas > 1:
         set_counts(module, replicas=replicas)

@@ -1,4 +1,4 @@
-"""From MLIR locations to the user's own lines, of one op or of all ops by their position."""
+"""MLIR locations as lines of the user's code, for single ops or all ops by position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # ``"model.py":12:3``.
 _FILE = re.compile(r'"([^"\n]+)":(\d+):\d+')
 #: Files of frameworks and of Python itself, whose lines are skipped. Other installed packages may
-#: well hold the user's model.
+#: contain the user's model.
 FRAMEWORK = re.compile(
     r"(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|orbax|chex|haiku|equinox|torch\w*|numpy"
     r"|einops|typer|click|pytest|_pytest|pluggy)(?:[/\\.]|$)"
@@ -23,18 +23,22 @@ FRAMEWORK = re.compile(
     r"|[/\\]jax[/\\]_src[/\\]|[/\\]jaxlib[/\\]|<frozen "
     r"|[/\\](?:bin|Scripts)[/\\]opcast(?:\.exe|-script\.py)?$"
 )
-#: Files among them that only start a command or a test: none of their lines made an operator.
+#: Those of these files that only start a command or a test, so that no op comes from them.
 STARTS = re.compile(
     r"(?:site|dist)-packages[/\\](?:typer|click|pytest|_pytest|pluggy)[/\\.]"
     r"|[/\\](?:bin|Scripts)[/\\]opcast(?:\.exe|-script\.py)?$|<frozen "
 )
-#: How MLIR names the file of text that was given without one.
+#: MLIR's file name for text that was parsed without one.
 ANONYMOUS = "-"
 _TEXT_POSITION = f'loc("{ANONYMOUS}":'
+_CALLS = ("func.call", "call")
+#: Largest depth of calls that are followed, by judgement, as malformed programs may call in a
+#: cycle.
+MAX_CALLS = 50
 
 
 class Line(NamedTuple):
-    """A line, and whether it is the user's own rather than a library's or unknown."""
+    """A line, and whether it is the user's own instead of a library's or unknown."""
 
     file: str
     line: int
@@ -44,22 +48,22 @@ class Line(NamedTuple):
 def user_line(location: str, origin: str) -> Line:
     """Return the file and line of a location.
 
-    Locations nest: names and call sites wrap file positions, and are printed innermost first.
-    The innermost position outside of frameworks wins; if all are inside, the innermost but for
-    those that start commands.
+    Locations nest: names and call sites wrap file positions, which are printed innermost first.
+    The innermost position outside of frameworks is used; if there is none, the innermost one that
+    does not start a command.
 
     Args:
         location: Printed location, ``loc(…)``.
-        origin: File that the program came from; stands in where the location names no file.
+        origin: File of the program, used if the location names no file.
 
     Returns:
-        The line; 0 if the location holds none.
+        The line; 0 if the location has none.
     """
     if location.startswith(_TEXT_POSITION):
         end = location.index(":", len(_TEXT_POSITION))
         return Line(origin, int(location[len(_TEXT_POSITION) : end]), True)
     first: Line | None = None
-    # Innermost first: the first position that is not a framework's is the user's own.
+    # Innermost first: the first position outside of frameworks is the user's own.
     for match in _FILE.finditer(location):
         file = origin if match[1] == ANONYMOUS else match[1]
         if not FRAMEWORK.search(file):
@@ -69,15 +73,8 @@ def user_line(location: str, origin: str) -> Line:
     return first or Line(origin, 0, False)
 
 
-_CALLS = ("func.call", "call")
-#: Calls that are followed outwards, by judgement: malformed programs may call in a circle.
-MAX_CALLS = 50
-
-
 class SourceOps(Sequence[Source]):
-    """Sources of a StableHLO program's ops, indexed as :attr:`Source.index` counts.
-
-    Each is read on first use.
+    """Sources of a StableHLO program's ops, indexed like :attr:`Source.index` and read on demand.
 
     Args:
         module: A StableHLO program.
@@ -119,12 +116,12 @@ class SourceOps(Sequence[Source]):
         return source
 
     def _line(self, op: Operation, depth: int = 0) -> Line:
-        """Return the user's line: of the op, or of a call of the library function that holds it."""
+        """Return the user's line: of the op, or of a call of the library function around it."""
         location = op.location.attr
         line = self._lines.get(location)
         if line is None:
             line = self._lines[location] = user_line(str(location), self._origin)
-        # The op lies in library code that was outlined: the user's line is at its call.
+        # For ops in outlined library code, the user's line is at the call.
         if line.own or depth > MAX_CALLS:
             return line
         calls = self.calls.get(function_of(op))
@@ -133,7 +130,7 @@ class SourceOps(Sequence[Source]):
 
     @cached_property
     def calls(self) -> dict[str, list[Operation]]:
-        """Calls of each function, by its name."""
+        """Calls of each function by its name."""
         calls: dict[str, list[Operation]] = {}
         for op in self._ops:
             if op.name in _CALLS:
@@ -142,7 +139,7 @@ class SourceOps(Sequence[Source]):
 
 
 def function_of(op: Operation) -> str:
-    """Name of the enclosing function; empty if there is none."""
+    """Return the name of the enclosing function; empty if there is none."""
     parent: Operation | None = op
     while parent is not None and parent.name != "func.func":
         parent = parent.parent

@@ -1,7 +1,7 @@
-"""Gradient accumulation: a training step that goes through its batch in parts.
+"""Gradient accumulation: a training step that processes its batch in parts.
 
-What depends on the batch becomes the body of a loop over micro-batches, as a ``lax.scan`` around
-the gradient does; sums over the batch, such as gradients, are added up over its iterations.
+Ops that depend on the batch become the body of a loop over micro-batches, like a ``lax.scan``
+around the gradient. Sums over the batch, such as gradients, are added up over the iterations.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .shardings import substitute
 
 @dataclass(frozen=True)
 class Accumulation:
-    """What of a step is done for each micro-batch. Ops are numbered as ``walk_ops`` counts.
+    """Parts of a step that run for each micro-batch; ops are numbered as in ``walk_ops``.
 
     Attributes:
-        body: Ops of ``main`` that are done for each micro-batch, in order.
-        batch: Dimensions that are the batch, of each op's results: by op and result.
-        arguments: The dimension that is the batch, by number of the argument.
-        sums: Results of the body that are added up over the micro-batches.
-        free: Ops of the body that do not depend on the batch: others may read them, too.
+        body: Ops of ``main`` that run for each micro-batch, in order.
+        batch: Batch dimensions of each result, by numbers of op and result.
+        arguments: Batch dimension by number of the argument.
+        sums: Results of the body that are summed over the micro-batches.
+        free: Ops of the body that do not depend on the batch; other ops may also read them.
     """
 
     body: Sequence[int]
@@ -37,15 +37,15 @@ class Accumulation:
 
 
 def in_micro_batches(module: ir.Module, plan: Accumulation, parts: int) -> ir.Module:
-    """A copy of a step that goes through its batch in equal parts.
+    """Copy a step so that it processes its batch in equal parts.
 
-    Part ``k`` are rows ``k``, ``k + parts`` and so on, so that a batch which is cut over devices
+    Part ``k`` consists of rows ``k``, ``k + parts`` and so on, so that a batch split over devices
     needs no exchange.
 
     Args:
-        module: StableHLO, its calls inlined.
-        plan: What is done for each part.
-        parts: Number of micro-batches; divides all dimensions that are the batch.
+        module: StableHLO with inlined calls.
+        plan: The ops that run for each part.
+        parts: Number of micro-batches, which must divide all batch dimensions.
 
     Raises:
         ValueError: An op does not fit a part of the batch.
@@ -54,17 +54,10 @@ def in_micro_batches(module: ir.Module, plan: Accumulation, parts: int) -> ir.Mo
 
 
 def one_micro_batch(module: ir.Module, plan: Accumulation, parts: int) -> ir.Module:
-    """A copy of a step for one of equal parts of its batch, optimiser included.
+    """Copy a step for a single micro-batch, including the optimiser; ops keep their numbers.
 
-    Ops keep their numbers. Rows are numbered from 0: random numbers are those of a smaller batch.
-
-    Args:
-        module: StableHLO, its calls inlined.
-        plan: What is done for each part.
-        parts: Number of micro-batches; divides all dimensions that are the batch.
-
-    Raises:
-        ValueError: An op does not fit a part of the batch.
+    Rows are numbered from 0, so random numbers are those of a smaller batch. Arguments and errors
+    are those of :func:`in_micro_batches`.
     """
     return _rewritten(module, plan, parts, _Writer.shrink)
 
@@ -81,7 +74,7 @@ def _rewritten(
 
 
 class _Writer:
-    """State while the loop is written; the module's context and a location are entered."""
+    """State of writing the loop, inside the module's context and a location."""
 
     def __init__(self, module: ir.Module, plan: Accumulation, parts: int) -> None:
         self.plan, self.parts = plan, parts
@@ -89,7 +82,7 @@ class _Writer:
         self.main = functions_of(module)["main"]
         self.block = self.main.regions[0].blocks[0]
         self.numbers = {op: number for number, op in enumerate(self.ops)}
-        #: Number of the micro-batch, in the loop's body.
+        #: Number of the micro-batch inside the loop's body.
         self.counter: Value | None = None
 
     def write(self) -> None:
@@ -134,14 +127,14 @@ class _Writer:
         for value, total in zip(sums, list(loop.results)[1:], strict=False):
             value.replace_all_uses_with(total)
         for op in reversed(body):
-            # What the optimiser reads as well, such as a constant, is in both places.
+            # Ops that the optimiser also reads, such as constants, stay in both places.
             if not any(True for value in op.results for _ in value.uses):
                 op.erase()
             elif self.numbers[op] not in self.plan.free:
                 raise ValueError(f"{op.name} of the batch is read outside of its micro-batch")
 
     def shrink(self) -> None:
-        """Give the whole function the sizes of a part of the batch."""
+        """Give the whole function the sizes of one part of the batch."""
         for number, value in enumerate(self.block.arguments):
             if number in self.plan.arguments:
                 value.set_type(self._cut(value.type, [self.plan.arguments[number]]))
@@ -156,7 +149,7 @@ class _Writer:
         )
 
     def _interleaved(self, value: Value, number: int) -> Value:
-        """The batch ``(…, n, …)`` as ``(…, n / parts, parts, …)``; other arguments as they are."""
+        """Reshape a batch ``(…, n, …)`` to ``(…, n / parts, parts, …)``; keep other arguments."""
         if number not in self.plan.arguments:
             return value
         at, shape = self.plan.arguments[number], _shape(value)
@@ -165,7 +158,7 @@ class _Writer:
         )
 
     def _part(self, value: Value, number: int) -> Value:
-        """The micro-batch of an iteration; arguments without the batch as they are."""
+        """Return the micro-batch of an iteration, or the argument if it has no batch."""
         if number not in self.plan.arguments:
             return value
         assert self.counter is not None
@@ -186,9 +179,9 @@ class _Writer:
             _fit_regions(inner)
 
     def _rows(self, op: ir.Operation, dimensions: Sequence[int]) -> Value:
-        """Numbers of a part's rows in the whole batch, so that random numbers stay the same."""
+        """Number the rows of a part as in the whole batch, so that random numbers stay the same."""
         kind = self._cut(op.results[0].type, dimensions)
-        # Counted in whole numbers: a short float would round the product, not the row.
+        # In integers, since a short float would round the product.
         whole = ir.RankedTensorType.get(kind.shape, ir.IntegerType.get_signless(32))
         assert self.counter is not None
         with op.location:
@@ -198,7 +191,7 @@ class _Writer:
             return hlo.convert(kind, hlo.add(rows, number))
 
     def _shrink(self, op: ir.Operation, number: int) -> None:
-        """Give an op the types and sizes of a part of the batch."""
+        """Give an op the types and sizes of one part of the batch."""
         for n, value in enumerate(op.results):
             if dimensions := self.plan.batch.get((number, n), ()):
                 value.set_type(self._cut(value.type, dimensions))
@@ -224,15 +217,15 @@ class _Writer:
             op.attributes["backend_config"] = divided_call(op, [self.parts])
 
     def _gather(self, op: ir.Operation) -> None:
-        """Slices of a gather that span the batch span a part of it."""
+        """Shrink the slices of a gather that span the batch."""
         sizes = list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
         shape = ir.RankedTensorType(op.operands[0].type).shape
-        # A slice as long as the whole dimension was before it was cut.
+        # Such a slice is as long as the whole dimension was before.
         cut = [e if e <= shape[d] else shape[d] for d, e in enumerate(sizes)]
         op.attributes["slice_sizes"] = ir.DenseI64ArrayAttr.get(cut)
 
     def _cut(self, kind: ir.Type, dimensions: Sequence[int]) -> ir.RankedTensorType:
-        """A type with the sizes of a part of the batch."""
+        """Return a type with the sizes of one part of the batch."""
         own = ir.RankedTensorType(kind)
         shape = [self._divided(e) if d in dimensions else e for d, e in enumerate(own.shape)]
         return ir.RankedTensorType.get(shape, own.element_type)
@@ -252,7 +245,7 @@ def _fit_regions(op: ir.Operation) -> None:
 
 
 def _along(op: ir.Operation) -> int:
-    """The dimension that an iota counts."""
+    """Return the dimension along which an iota counts."""
     return int(ir.IntegerAttr(op.attributes["iota_dimension"]).value)
 
 

@@ -1,4 +1,4 @@
-"""From op names of MLIR dialects to HLO opcodes; quantised programs for a parser without them."""
+"""HLO opcodes for ops of MLIR dialects, and quantised programs for a parser without them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,44 @@ from typing import NamedTuple
 
 from ..op_table import OPS, named
 
-#: HLO opcodes that are not the StableHLO name with dashes.
+#: HLO opcodes that differ from the StableHLO name with dashes.
 _RENAMED = {short: name for name, spec in OPS.items() for short in spec.stablehlo.split()}
-#: Calls of other dialects. A manual computation is a call whose body sees one device's shapes.
+#: Calls in other dialects. A manual computation is a call whose body has the shapes of one device.
 _CALLS = frozenset(
     ("func.call", "call", "sdy.manual_computation", "sdy.named_computation", "mhlo.fusion")
 )
-#: Ops that HLO has no opcode for.
+#: Ops without an HLO opcode.
 _NOT_IN_HLO = named("not_in_hlo")
-#: Ops whose result shape is a run-time value.
+#: Ops whose result shape is known only at run time.
 _DYNAMIC = named("dynamic")
-#: Ops that end a region; the ones below jump between blocks, which HLO lacks.
+#: Ops that end a region, and those that jump between blocks, which HLO cannot express.
 _TERMINATORS = frozenset(("func.return", "stablehlo.return", "mhlo.return", "sdy.return", "return"))
 _UNSTRUCTURED = frozenset(("cf.br", "cf.cond_br", "cf.switch"))
 _HLO_DIALECTS = frozenset(("stablehlo", "mhlo"))
+# Quantised programs need a parser without the ``quant`` dialect, as JAX does not include it and its
+# verifier rejects what it cannot interpret. FLOPs and bytes only depend on the storage type, so
+# quantised types are replaced by their storage integers, and the two conversion ops are moved to a
+# dialect without a verifier. Line numbers do not change.
+# ``!quant.uniform<i8:f32, 0.1:-3>`` with one level of nested brackets (axes, scales).
+_TYPE = re.compile(r"!quant\.\w+<\s*([iu]\d+)(?:[^<>]|<[^<>]*>)*>")
+# The pretty form (`stablehlo.uniform_quantize %x : …`) and the generic one in quotes.
+_CONVERSION = re.compile(
+    r'"?stablehlo\.(uniform_(?:de)?quantize)"?(?:\s+(%[\w#$.\-]+)|(?=\s*\())(?:\s*:)?'
+)
+#: Replaces ``stablehlo.`` in the names of the conversions.
+STORAGE = "quantised_storage."
 
 
 class OpKind(NamedTuple):
-    """What the reader derives from an op's name alone.
+    """Properties of an op that follow from its name.
 
     Attributes:
-        name: Name as the user wrote it.
+        name: Name in the user's program.
         opcode: HLO opcode; the full name if HLO has none (``chlo.erfc``).
-        is_terminator: Whether it ends a region and gives its results.
+        is_terminator: Whether it ends a region and returns its results.
         is_unstructured: Whether it jumps between blocks.
-        is_dynamic: Whether its result shape is only known when the program runs.
-        may_call: Whether its attributes may name functions that it calls.
+        is_dynamic: Whether its result shape is known only at run time.
+        may_call: Whether its attributes may name called functions.
     """
 
     name: str
@@ -71,27 +83,13 @@ def hlo_opcode(name: str) -> str:
     return _RENAMED.get(name, name)
 
 
-# Quantised programs are text, for a parser without the ``quant`` dialect: JAX leaves it out and its
-# verifier refuses what it cannot interpret. FLOPs and bytes depend on the storage type alone, so
-# quantised types become their storage integers, and the two conversion ops get a dialect that
-# nothing verifies. Lines stay where they are.
-# ``!quant.uniform<i8:f32, 0.1:-3>``; one level of nested brackets (axes, scales).
-_TYPE = re.compile(r"!quant\.\w+<\s*([iu]\d+)(?:[^<>]|<[^<>]*>)*>")
-# Both the pretty form (`stablehlo.uniform_quantize %x : …`) and the generic one in quotes.
-_CONVERSION = re.compile(
-    r'"?stablehlo\.(uniform_(?:de)?quantize)"?(?:\s+(%[\w#$.\-]+)|(?=\s*\())(?:\s*:)?'
-)
-#: Dialect that stands in for ``stablehlo`` in names of the conversions.
-STORAGE = "quantised_storage."
-
-
 def is_quantised(text: str) -> bool:
     """Return whether a text uses quantised types."""
     return "!quant." in text
 
 
 def with_storage_types(text: str) -> str:
-    """Replace quantised types by their storage integers and set the conversions aside."""
+    """Replace quantised types by their storage integers, and rename the conversions."""
     text = _TYPE.sub(_storage, text)
     return _CONVERSION.sub(_conversion, text)
 
@@ -107,5 +105,5 @@ def _conversion(match: re.Match[str]) -> str:
 
 
 def original_name(name: str) -> str:
-    """Name of an op as the user wrote it."""
+    """Return the name of an op in the user's program."""
     return name.replace(STORAGE, "stablehlo.", 1) if name.startswith(STORAGE) else name

@@ -1,4 +1,4 @@
-"""Conversion of a parsed MLIR module into the IR: one pass over its functions and regions."""
+"""Conversion of a parsed MLIR module into the IR in one pass over its functions and regions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SYMBOL_ATTRIBUTES = ("callee", "decomposition", "called_computations", "called_computation")
 _STATIC_HINT = "give all shapes as static sizes when lowering or exporting the program"
 _FLOW_HINT = "use structured control flow: stablehlo.while, case and if"
-# For an argument that is no tuple; the index is empty for a program with one result.
+# For an argument that is not a tuple; the index is empty if the program has a single result.
 _HEADER_ALIAS = re.compile(
     r"parameter_index = array<i64>, parameter_number = (\d+) : i64\}, "
     r"output_index = array<i64(?:: (\d+))?>"
@@ -31,10 +31,10 @@ Types = tuple[tuple[TensorType, ...], bool]
 
 
 class _Scope:
-    """One computation while its ops are read.
+    """State of reading one computation.
 
-    ``values`` maps MLIR values to ops; ``parts`` maps results of multi-result ops to (op, number)
-    until someone reads them; ``captured`` maps values from outside to the parameters made of them.
+    ``values`` maps MLIR values to ops. ``parts`` maps results of multi-result ops to (op, number)
+    until they are read. ``captured`` maps values from outside to the parameters made for them.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,7 +50,7 @@ class _Scope:
 
 
 class ModuleReader:
-    """State while one module is read."""
+    """State of reading one module."""
 
     def __init__(self, module: ir.Module, origin: str) -> None:
         self.module = module
@@ -70,13 +70,13 @@ class ModuleReader:
         self.counter = 0
 
     def read(self) -> Program:
-        """Read everything that the entry function reaches."""
+        """Read everything that is reachable from the entry function."""
         attrs = self._attributes(self.module.operation)
         self.program.name = str(attrs.get("sym_name", ""))
         self.program.num_replicas = int(attrs.get("mhlo.num_replicas", 1))
         self.program.num_partitions = int(attrs.get("mhlo.num_partitions", 1))
-        # Functions are read where they are called, but Source.index counts the whole module's walk:
-        # each function's start is noted first.
+        # Functions are read where they are called, but Source.index numbers the ops of the whole
+        # module, so the start of each function is recorded first.
         for index, op in enumerate(walk_ops(self.module)):
             if op.name == "func.func":
                 self.starts[self._symbol(op)] = (op, index)
@@ -98,8 +98,8 @@ class ModuleReader:
             for name, (op, _) in self.starts.items()
             if self._attributes(op).get("sym_visibility", "public") == "public"
         ]
-        # Exports of other frameworks may name their entry differently; one public function is
-        # unambiguous.
+        # Exports of other frameworks may name their entry differently, but a single public
+        # function is unambiguous.
         if len(public) == 1:
             return public[0]
         raise ProgramError(
@@ -123,7 +123,7 @@ class ModuleReader:
             for number, attrs in enumerate(arguments)
             if isinstance(attrs, dict) and "tf.aliasing_output" in attrs
         }
-        # What XLA's converter makes of the header of HLO.
+        # The form in which XLA's converter stores the aliases of an HLO header.
         text = str(self.module.operation.attributes.get("mhlo.input_output_alias", ""))
         pairs |= {(int(output or 0), int(number)) for number, output in _HEADER_ALIAS.findall(text)}
         self.program.aliases = tuple(sorted(pairs))
@@ -132,23 +132,23 @@ class ModuleReader:
         values: Attrs = {}
         cache = self.attributes
         for name, attribute in op.attributes.items():
-            # Printing an attribute is slow; equal ones are one object and are printed once.
+            # Printing is slow, but equal attributes are one object and are printed once.
             if attribute not in cache:
                 cache[attribute] = read_value(str(attribute))
             values[name] = cache[attribute]
         return values
 
     def _function(self, name: str) -> str:
-        """Read a function, once, and return the name of its computation."""
+        """Read a function once and return the name of its computation."""
         if name in self.names:
             return self.names[name]
-        # `open` holds the functions being read: HLO has no recursion.
+        # `open` contains the functions being read, because HLO has no recursion.
         if name in self.open or name not in self.starts:
             what = "calls itself" if name in self.open else "is called but not defined"
             raise ProgramError(f"function @{name} {what}", where=self.origin)
         self.open.add(name)
         function, start = self.starts[name]
-        # The walk's counter jumps to the function's place and back.
+        # The walk's counter jumps to the position of the function and back.
         outer, self.index = self.index, start + 1
         region = function.regions[0]
         if not len(region.blocks):
@@ -188,17 +188,16 @@ class ModuleReader:
         return scope.add(Op(self._name("parameter"), "parameter", (), types, attrs, (), is_tuple))
 
     def _finish(self, scope: _Scope, captured: tuple[ir.Value[ir.Type], ...]) -> None:
-        """Number the captured parameters and hand the computation over."""
+        """Number the captured parameters and add the computation to the program."""
         ops = scope.computation.ops
-        # Captured values are numbered behind the region's own arguments, in the same order for all
-        # regions.
+        # Captured values follow the region's own arguments, in the same order for all regions.
         formal = sum(op.opcode == "parameter" for op in ops) - len(scope.captured)
         for offset, value in enumerate(captured):
             position = scope.captured.get(value)
             if position is None:
                 position = self._capture(scope, value)
             ops[position].attrs["index"] = formal + offset
-        # An empty region or a function without a return: HLO needs a root.
+        # HLO needs a root even for an empty region or a function without a return.
         if scope.computation.root < 0:
             scope.computation.root = scope.add(Op(self._name("tuple"), "tuple", is_tuple=True))
         self.program.computations[scope.computation.name] = scope.computation
@@ -230,7 +229,7 @@ class ModuleReader:
         if line is None:
             line = self.lines[location] = user_line(str(location), self.origin)
         if not line.own and self.callers:
-            # JAX leaves the user's line at the call of a library function only.
+            # JAX records the user's line only at the call of a library function.
             line = self.callers[-1]
         return Source(name, line.file, line.line, self.index)
 
@@ -288,7 +287,7 @@ class ModuleReader:
         if len(results) == 1:
             values[results[0]] = position
         else:
-            # get-tuple-element ops are made on first use, so unused results leave none.
+            # get-tuple-element ops are made on first use, so unused results have none.
             scope.parts.update((r, (position, number)) for number, r in enumerate(results))
 
     def _results(self, results: Sequence[ir.Value[ir.Type]], source: Source) -> Types:
@@ -314,14 +313,14 @@ class ModuleReader:
         return tuple(called)
 
     def _regions(self, op: ir.Operation, own: Op, scope: _Scope) -> tuple[str, ...]:
-        """Read the regions; values that any of them captures become operands of the op."""
+        """Read the regions; captured values become operands of the op."""
         prefix = f"{scope.computation.name}.{own.name}"
         scopes = [
             self._region(region, self._unique(f"{prefix}.{number}"))
             for number, region in enumerate(op.regions)
             if len(region.blocks)
         ]
-        # In order of first use, the same for all regions of the op (docs/ir.md, Rules).
+        # Ordered by first use, the same for all regions of the op (docs/ir.md, Rules).
         captured = tuple(dict.fromkeys(value for inner in scopes for value in inner.captured))
         own.operands += tuple(self._operand(scope, value) for value in captured)
         for inner in scopes:
@@ -337,7 +336,7 @@ class ModuleReader:
             return {}
         ops = scope.computation.ops
         kinds = tuple([kind for i in own.operands for kind in ops[i].results])
-        # MLIR attributes are unique objects of their context: cheap keys, and layers repeat them.
+        # MLIR attributes are unique objects of their context, hence cheap keys; layers repeat them.
         key = (own.opcode, tuple(attributes.items()), kinds, own.results)
         attrs = self.normalised.get(key)
         if attrs is None:
@@ -367,8 +366,8 @@ class ModuleReader:
             text = attribute_text(op, "value", MAX_CONSTANT_SIZE)
             return {"value": read_literal(text, own.type)}
         if attribute not in self.literals:
-            # Printing a large constant would cost more than the whole conversion: a number tells
-            # it from others.
+            # Large constants get a number that distinguishes them, since printing one would take
+            # longer than the whole conversion.
             small = own.type.size <= MAX_CONSTANT_SIZE or getattr(attribute, "is_splat", False)
             value = read_literal(str(attribute), own.type) if small else None
             number = {} if small else {"number": len(self.literals)}
@@ -377,7 +376,7 @@ class ModuleReader:
 
     def _groups(self, value: Any) -> Groups:
         if isinstance(value, tuple) and not isinstance(value, Raw):
-            # An empty list means all devices; with one device it stays empty, as XLA prints it.
+            # An empty list means all devices; with one device it stays empty, as printed by XLA.
             total = self.program.num_replicas * self.program.num_partitions
             return expand_lists(value, total if total > 1 else 0)
         text = value.text if isinstance(value, Raw) else str(value)

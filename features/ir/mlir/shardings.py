@@ -1,10 +1,10 @@
-"""Prepares a module of one device for the partitioner: parameters are gathered where they are used.
+"""Prepares a module for the partitioner, mainly by gathering parameters where they are used.
 
-XLA's partitioner chooses by the size of a product's operands which of them to communicate. With
-parameters and batch cut over the same axis it may gather or reduce activations instead of
-parameters. What frameworks call FSDP or ZeRO-3 (Rajbhandari et al., ZeRO, 2020) gathers a parameter
-right before it is used, so that activations stay cut along the batch: here each use in a product
-gets a constraint to that effect.
+XLA's partitioner chooses which operand of a product to communicate by its size. If parameters and
+batch are split over the same axis, it may gather or reduce activations instead of parameters. What
+frameworks call FSDP or ZeRO-3 (Rajbhandari et al., ZeRO, 2020) gathers a parameter right before its
+use, so that activations stay split along the batch. Constraints at each use in a product express
+that here.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from .attention_calls import CallSplit, Value, sharded, split_call
 from .bindings import copy_module, functions_of, set_counts, walk_ops
 from .locations import function_of
 
-#: Ops that only turn a parameter into another form of itself, in which it may be gathered.
+#: Ops that only convert a parameter to another form, in which it may be gathered.
 _FORMS = named("forms_of_parameters")
-#: Ops that use a parameter together with activations. An optimiser's arithmetic is none of them.
+#: Ops that combine a parameter with activations, unlike the arithmetic of an optimiser.
 _USES = named("uses_of_parameters")
-#: ``"x"=2`` of a mesh of Shardy; in HLO text its quotes are escaped.
+#: ``"x"=2`` of a Shardy mesh, whose quotes are escaped in HLO text.
 _MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
-#: Op of Shardy that a ``shard_map`` becomes: its body has the shapes of one device.
+#: Shardy's op for a ``shard_map``, whose body has the shapes of one device.
 _MANUAL = "sdy.manual_computation"
-#: Attributes of ops, arguments and results on which a partitioner acts.
+#: Attributes of ops, arguments and results that a partitioner uses.
 _ALIAS, _DONOR = "tf.aliasing_output", "jax.buffer_donor"
 _ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
 
 
 def without_empty_meshes(module: ir.Module) -> ir.Module:
-    """Copy a module without Shardy's empty meshes, which mean nothing.
+    """Copy a module without Shardy's empty meshes, which have no effect.
 
-    JAX writes them around random numbers. Any op of that dialect makes XLA take Shardy, which does
-    not read the shardings that are added here. A module without them is returned as it is.
+    JAX writes them around random numbers. Any op of that dialect makes XLA use Shardy, which does
+    not read the shardings added here. A module without such ops is returned itself.
     """
     if "sdy." not in str(module.operation.get_asm(large_elements_limit=8)):
         return module
@@ -63,14 +63,14 @@ def without_empty_meshes(module: ir.Module) -> ir.Module:
 
 
 def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.Module, set[int]]:
-    """A copy of a module whose products read whole parameters.
+    """Copy a module so that its products read whole parameters.
 
     Args:
-        module: StableHLO of one device.
+        module: StableHLO for one device.
         arguments: Numbers of the arguments of ``main`` that may be parameters.
 
     Returns:
-        The copy, its calls inlined, and the arguments that products use.
+        The copy with inlined calls, and the numbers of the arguments that products use.
     """
     copy = inline_calls(module)
     used: set[int] = set()
@@ -89,7 +89,7 @@ def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.M
 
 
 def _constrain(op: ir.Operation, place: int, sharding: str) -> None:
-    """Let an op read an operand under a sharding."""
+    """Let an op read an operand with a sharding."""
     with ir.InsertionPoint(op), op.location:
         op.operands[place] = sharded(op.operands[place], sharding)
 
@@ -100,14 +100,14 @@ def constrained(
     results: Mapping[int, str],
     calls: Mapping[int, CallSplit],
 ) -> ir.Module:
-    """Copy a module and annotate values with how they are cut.
+    """Copy a module and annotate values with shardings.
 
     Args:
-        module: StableHLO; ops are numbered as :func:`~opcast.features.ir.mlir.bindings.walk_ops`
-            counts.
-        operands: Shardings of operands, by the number of the op and the number of the operand.
-        results: Shardings of ops' first results, by the number of the op.
-        calls: How calls of a library are cut, by the number of the op.
+        module: StableHLO; ops are numbered as in
+            :func:`~opcast.features.ir.mlir.bindings.walk_ops`.
+        operands: Shardings of operands by numbers of op and operand.
+        results: Shardings of the first results of ops, by number of the op.
+        calls: Splits of library calls, by number of the op.
     """
     copy = copy_module(module)
     ops = walk_ops(copy)
@@ -120,16 +120,16 @@ def constrained(
             users = [(use.owner.operation, use.operand_number) for use in value.uses]
             if users:
                 with ir.InsertionPoint.after(op), op.location:
-                    told = sharded(value, text)
+                    annotated = sharded(value, text)
                 for user, place in users:
-                    user.operands[place] = told
+                    user.operands[place] = annotated
         for number, split in calls.items():
             split_call(ops[number], split)
     return copy
 
 
 def argument_names(module: ir.Module) -> dict[int, str]:
-    """Paths of a program's arguments, as JAX writes them into their locations."""
+    """Return the paths of a program's arguments, which JAX writes into their locations."""
     found = {}
     with module.context:
         main = functions_of(module).get("main")
@@ -141,7 +141,7 @@ def argument_names(module: ir.Module) -> dict[int, str]:
 
 
 def _uses(parameter: ir.Value[ir.Type]) -> list[tuple[ir.Operation, int]]:
-    """Find the products that read a parameter, and the operand that it is."""
+    """Find the products that read a parameter, with the number of the operand."""
     found: list[tuple[ir.Operation, int]] = []
     pending: list[Value] = [parameter]
     while pending:
@@ -150,7 +150,7 @@ def _uses(parameter: ir.Value[ir.Type]) -> list[tuple[ir.Operation, int]]:
             if op.name in _USES:
                 found.append((op, place))
             elif op.name in _FORMS:
-                # Indices of a slice are no parameter; a barrier passes several values on.
+                # The indices of a slice are not parameters; a barrier returns several values.
                 if place < len(op.results):
                     pending.append(op.results[place])
             elif op.name == "stablehlo.while" and _is_kept(op, place):
@@ -159,16 +159,16 @@ def _uses(parameter: ir.Value[ir.Type]) -> list[tuple[ir.Operation, int]]:
 
 
 def _is_kept(loop: ir.Operation, place: int) -> bool:
-    """Whether a loop hands a value on unchanged, as JAX carries what the body captures."""
+    """Return whether a loop keeps a value unchanged, as JAX does for captured values."""
     body = loop.regions[1].blocks[0]
     *_, end = [view.operation for view in body.operations]
     return bool(end.operands[place] == body.arguments[place])
 
 
 def _pair_donors(main: ir.Operation, arguments: list[JsonObject]) -> None:
-    """Give each donated argument the result of its type that it makes room for, as JAX does.
+    """Give each donated argument a result of its type that may reuse its buffer, as JAX does.
 
-    Where shardings of results are open, JAX leaves the pairing to the compiler.
+    If the shardings of results are open, JAX leaves this to the compiler.
     """
     kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
     known = [ir.IntegerAttr(own[_ALIAS]).value for own in arguments if _ALIAS in own]
@@ -185,21 +185,21 @@ def _pair_donors(main: ir.Operation, arguments: list[JsonObject]) -> None:
 def with_donations(
     module: ir.Module, aliases: Iterable[tuple[int, int]], donors: Iterable[int]
 ) -> ir.Module:
-    """A copy with the donations of an HLO header where JAX writes them: at the arguments.
+    """Copy a module with the donations of an HLO header, as attributes of arguments as in JAX.
 
-    Donors take the place of the first result of their type that has none, as in JAX.
+    Each donor is paired with the first result of its type that has none, as in JAX.
 
     Args:
-        module: A module converted from HLO, in which the header's aliases are lost or hidden.
-        aliases: Pairs of an output and the argument whose buffer it takes.
-        donors: Arguments whose buffers any output may take.
+        module: A module converted from HLO, which lost or hid the aliases of the header.
+        aliases: Pairs of an output and the argument whose buffer it reuses.
+        donors: Arguments whose buffers any output may reuse.
     """
     copy = copy_module(module)
     with copy.context:
         main = functions_of(copy)["main"]
-        told: Any = main.attributes.get("arg_attrs", None)
+        given: Any = main.attributes.get("arg_attrs", None)
         count = len(main.regions[0].blocks[0].arguments)
-        own = [{each.name: each.attr for each in attrs} for attrs in told or [()] * count]
+        own = [{each.name: each.attr for each in attrs} for attrs in given or [()] * count]
         for output, number in aliases:
             own[number][_ALIAS] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), output)
         for number in donors:
@@ -212,11 +212,11 @@ def with_donations(
 
 
 def without_shardings(module: ir.Module) -> ir.Module:
-    """A copy for one device: every annotation of GSPMD's and Shardy's partitioner is taken out.
+    """Copy a module for one device, removing all annotations of GSPMD and Shardy.
 
     Raises:
-        ValueError: A part of it is written for each device (``shard_map``), so that no program for
-            one device is left.
+        ValueError: A part of the module is written for each device (``shard_map``), so there is no
+            program for one device.
     """
     copy = copy_module(module)
     with copy.context:
@@ -228,8 +228,8 @@ def without_shardings(module: ir.Module) -> ir.Module:
                     "a part is written for each device, by shard_map or by a plan that was saved "
                     "with cuts of cuDNN's attention"
                 )
-            told = op.name == "stablehlo.custom_call" and target == "Sharding"
-            if told or op.name == "sdy.sharding_constraint":
+            annotation = op.name == "stablehlo.custom_call" and target == "Sharding"
+            if annotation or op.name == "sdy.sharding_constraint":
                 op.results[0].replace_all_uses_with(op.operands[0])
                 op.erase()
                 continue
@@ -254,15 +254,15 @@ def without_shardings(module: ir.Module) -> ir.Module:
 
 
 def mesh_size(axes: str) -> int:
-    """Devices of a mesh, from the text of its axes."""
+    """Return the number of devices of a mesh, from the text of its axes."""
     return prod(int(n) for n in _MESH_AXIS.findall(axes))
 
 
 def manual_devices(module: ir.Module) -> int:
-    """Count the devices of the largest mesh that a ``shard_map`` runs over; 1 if there is none.
+    """Count the devices of the largest mesh of a ``shard_map``; 1 if there is none.
 
-    JAX writes one partition into the header where the mesh is an ``AbstractMesh``, though the body
-    has a single device's shapes.
+    For an ``AbstractMesh``, JAX writes one partition into the header, although the body has the
+    shapes of a single device.
     """
     ops = list(walk_ops(module))
     used = " ".join(str(op.attributes["in_shardings"]) for op in ops if op.name == _MANUAL)
@@ -273,17 +273,16 @@ def manual_devices(module: ir.Module) -> int:
 
 
 def inline_calls(module: ir.Module) -> ir.Module:
-    """Copy a module with all calls of ``main`` inlined; functions that nothing calls are removed.
+    """Copy a module with all calls of ``main`` inlined, and without functions that are not called.
 
-    MLIR's own pass of that name leaves calls as they are, because StableHLO does not declare that
-    its ops may be moved into another function. Locations are call sites, so that the lines of
-    callers are kept.
+    MLIR's own inlining pass keeps the calls, because StableHLO does not declare that its ops may be
+    moved into other functions. Locations become call sites, which keep the lines of callers.
     """
     copy = copy_module(module)
     with copy.context:
         functions = functions_of(copy)
         calls = [op for op in walk_ops(copy) if op.name == "func.call"]
-        # Calls in functions that are called come along when those are.
+        # Calls inside called functions are handled when those are inlined.
         pending = [op for op in calls if "main" not in functions or function_of(op) == "main"]
         while pending:
             call = pending.pop()
@@ -297,7 +296,7 @@ def inline_calls(module: ir.Module) -> ir.Module:
 
 
 def _inline(call: ir.Operation, body: ir.Block) -> list[ir.Operation]:
-    """Clone a function's ops in front of a call, which goes; returns the calls among them."""
+    """Replace a call by clones of the function's ops, and return the calls among them."""
     known: dict[Value, Value] = dict(zip(body.arguments, call.operands, strict=True))
     calls = []
     place = ir.InsertionPoint(call)
@@ -318,15 +317,15 @@ def substitute(
     known: dict[Value, Value],
     place: ir.InsertionPoint | None = None,
 ) -> list[ir.Operation]:
-    """Clone an op that reads other values.
+    """Clone an op with other operands.
 
     Args:
         op: Any op.
-        known: Values to read instead; the clone's results are added.
-        place: Where it goes; by default the current insertion point.
+        known: Replacements of values; the results of the clone are added.
+        place: Where to insert the clone; by default the current insertion point.
 
     Returns:
-        The clone and the ops of its regions, as :func:`walk_ops` lists them.
+        The clone and the ops of its regions, as listed by :func:`walk_ops`.
     """
     clone = op.clone(ip=place).operation
     known.update(zip(op.results, clone.results, strict=True))
@@ -341,13 +340,13 @@ def substitute(
 def with_shardings(
     module: ir.Module, arguments: Sequence[str], results: Mapping[int, str], count: int
 ) -> ir.Module:
-    """Copy a module of one device, with its arguments cut over several.
+    """Copy a module for one device, with its arguments split over several devices.
 
     Args:
         module: StableHLO with a function ``main``.
-        arguments: Sharding of each argument, as XLA writes it.
-        results: Sharding of results, by number. The partitioner decides about the others.
-        count: Devices.
+        arguments: Sharding of each argument in XLA's notation.
+        results: Shardings of results by number; the partitioner chooses the others.
+        count: Number of devices.
     """
     copy = copy_module(module)
     with module.context:

@@ -1,4 +1,4 @@
-"""MLIR types and attribute values in text form to Python values."""
+"""Python values of printed MLIR types and attributes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from ..program import DTYPE_BITS, NUMPY_NAMES, PARTS, TensorType, constant_value
 
-# Texts as MLIR prints attributes: ``3 : i64``, ``1.0e-05 : f32``, ``array<i64: 1, 2>``, ``dense<[1,
-# 2]> : tensor<2xi64>``, ``#stablehlo.gather<offset_dims = [1], …>``.
+# Attributes as printed by MLIR: ``3 : i64``, ``1.0e-05 : f32``, ``array<i64: 1, 2>``,
+# ``dense<[1, 2]> : tensor<2xi64>``, ``#stablehlo.gather<offset_dims = [1], …>``.
 _NUMBER = re.compile(r"(-?\d+)(?: : \w+)?$")
 _FLOAT = re.compile(r"(-?\d+\.\d*(?:[eE][-+]?\d+)?)(?: : \w+)?$")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -24,18 +24,27 @@ _DENSE = re.compile(r"dense<(.*)> : \w+<((?:\d+x)*)(\w+)>$", re.DOTALL)
 _ENUM = re.compile(r"#\w+<\w+ (\w+)>$")
 _STRUCT = re.compile(r"#[\w.]+<(.*)>$", re.DOTALL)
 _ELEMENT = re.compile(r"0x[0-9A-Fa-f]+|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?")
-#: Element types of dense attributes that become tuples; others stay text.
+#: Element types of dense attributes that are read as tuples; others stay text.
 _DTYPES = {"i64": "<i8", "i32": "<i4", "i8": "<i1", "i1": "?", "index": "<i8"}
+# Strings and arrows are matched first, so that brackets within them do not count.
+_SPLIT = re.compile(r'"(?:[^"\\]|\\.)*"|->|[\[\](){}<>,=]')
+# ``tensor<8x128xf32>``: dimensions, then the element type and the rest.
+_SHAPED = re.compile(r"(?:tensor|vector|memref)<((?:[?\d]+x)*)(.*)>$", re.DOTALL)
+_QUANTIZED = re.compile(r"!quant\.\w+<([iu])(\d+)")
+_INTEGER = re.compile(r"([su]?)i(\d+)$")
+_COMPLEX = {"complex<f32>": "c64", "complex<f64>": "c128"}
+#: Integer widths of XLA.
+_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Symbol(str):
-    """A reference to a symbol, without its ``@``."""
+    """A reference to a symbol without the ``@``."""
 
     __slots__ = ()
 
 
 class Raw(NamedTuple):
-    """An attribute that has no Python counterpart, as text."""
+    """An attribute without a Python counterpart, as text."""
 
     text: str
 
@@ -43,11 +52,11 @@ class Raw(NamedTuple):
 def read_value(text: str) -> Any:
     """Read the Python value of an attribute.
 
-    Integers, floats, booleans and strings become themselves; arrays and dense integer elements
-    tuples (nested for more than one dimension); dictionaries and dialect structures
-    (``#stablehlo.gather<offset_dims = [1], …>``) dictionaries; enumerations
-    (``#stablehlo<comparison_direction LT>``) the name of their value; references
-    :class:`Symbol`; anything else :class:`Raw`.
+    Integers, floats, booleans and strings keep their type. Arrays and dense integer elements become
+    tuples (nested for several dimensions). Dictionaries and dialect structures
+    (``#stablehlo.gather<offset_dims = [1], …>``) become dictionaries, enumerations
+    (``#stablehlo<comparison_direction LT>``) the name of their value, references
+    :class:`Symbol`, and anything else :class:`Raw`.
     """
     if match := _NUMBER.match(text):
         return int(match[1])
@@ -95,7 +104,7 @@ def _dictionary(body: str) -> dict[str, object]:
     entries: dict[str, object] = {}
     for entry in split_top(body):
         key, *value = split_top(entry, "=") if "=" in entry else [entry]
-        # Only the first sign separates; values may hold more of them inside brackets.
+        # Only the first sign separates; values may contain more of them in brackets.
         entries[key.strip('"')] = read_value("=".join(value)) if value else True
     return entries
 
@@ -104,7 +113,7 @@ def _dialect_attribute(text: str) -> object:
     if match := _ENUM.match(text):
         return match[1]
     match = _STRUCT.match(text)
-    # Replica groups have a parser of their own for every notation (ir/replica_groups.py).
+    # ir/replica_groups.py reads all notations of replica groups.
     if match is None or ".replica_group_mesh_axes<" in text:
         return Raw(text)
     entries = split_top(match[1])
@@ -121,13 +130,13 @@ def _dense(text: str) -> object:
     shape = tuple(map(int, dims.split("x")[:-1]))
     if element not in _DTYPES:
         return Raw(text)
-    # MLIR prints large dense attributes as hexadecimal bytes, little-endian.
+    # MLIR prints large dense attributes as little-endian hexadecimal bytes.
     if body.startswith('"0x'):
         values = np.frombuffer(bytes.fromhex(body[3:-1]), dtype=_DTYPES[element])
     else:
         values = np.asarray(json.loads(body) if body else [], dtype=_DTYPES[element])
     size = math.prod(shape)
-    # A splat is printed once.
+    # A splat is printed as a single element.
     if values.size == 1 and size != 1:
         values = np.full(size, values.reshape(-1)[0])
     return _nested(values.reshape(shape).tolist())
@@ -138,15 +147,15 @@ def _nested(value: object) -> object:
 
 
 def read_literal(text: str, kind: TensorType) -> object:
-    """Value of a constant from its ``dense<…>`` text.
+    """Read the value of a constant from its ``dense<…>`` text.
 
     Returns:
-        A scalar for scalars and splats, a flat row-major list up to 64 elements, else ``None``.
+        A scalar for scalars and splats, a flat row-major list for up to 64 elements, else ``None``.
     """
     if not text.startswith("dense<"):
         return None
     body = text[6 : text.rfind("> : ")]
-    # Hexadecimal or left out: no rule needs the values of large constants.
+    # Hexadecimal or elided: no rule needs the values of large constants.
     if '"' in body or "__elided__" in body:
         return None
     parts = [_element(item, kind.dtype) for item in _ELEMENT.findall(body)]
@@ -163,13 +172,13 @@ def _element(text: str, dtype: str) -> bool | int | float:
         return int(text, 0)
     if text.startswith("0x"):
         value = _from_bits(int(text, 16), dtype)
-        # One NaN object, so that programs compare equal: containers compare by identity first.
+        # A shared NaN object lets programs compare equal: containers compare by identity first.
         return math.nan if math.isnan(value) else value
     return float(text)
 
 
 def _from_bits(bits: int, dtype: str) -> float:
-    """Decode a float that MLIR prints as its bits: infinities, NaN and small formats."""
+    """Decode a float that MLIR prints as bits: infinities, NaN and small formats."""
     import ml_dtypes
 
     name = NUMPY_NAMES[PARTS.get(dtype, dtype)]
@@ -179,23 +188,14 @@ def _from_bits(bits: int, dtype: str) -> float:
     return float(np.array([bits], f"u{np.dtype(kind).itemsize}").view(kind)[0])
 
 
-# ``tensor<8x128xf32>``: dimensions, then the element type with what follows it.
-_SHAPED = re.compile(r"(?:tensor|vector|memref)<((?:[?\d]+x)*)(.*)>$", re.DOTALL)
-_QUANTIZED = re.compile(r"!quant\.\w+<([iu])(\d+)")
-_INTEGER = re.compile(r"([su]?)i(\d+)$")
-_COMPLEX = {"complex<f32>": "c64", "complex<f64>": "c128"}
-#: Widths of integers that XLA has.
-_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-
-
 class DynamicDimensionError(ValueError):
     """A type has a dimension without a static size, or no rank."""
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """Split at the separators that are outside brackets and string literals, and strip.
+    """Split at separators outside of brackets and string literals, and strip the parts.
 
-    The arrow of function types and convolution labels does not count as a bracket.
+    The arrow of function types and convolution labels is not a bracket.
     """
     parts: list[str] = []
     depth = start = 0
@@ -212,25 +212,18 @@ def split_top(text: str, separator: str = ",") -> list[str]:
     return [*parts, last] if last or parts else []
 
 
-# Strings and arrows are matched first, so that brackets within them do not count.
-_SPLIT = re.compile(r'"(?:[^"\\]|\\.)*"|->|[\[\](){}<>,=]')
-
-
 @lru_cache(maxsize=65536)
 def read_types(text: str) -> tuple[tuple[TensorType, ...], bool]:
-    """Read the leaf types of one MLIR type and whether it is a tuple.
+    """Read the leaf types of an MLIR type and whether it is a tuple.
 
     Args:
-        text: For example ``tensor<8x128xf32>``, ``!stablehlo.token`` or ``tuple<tensor<f32>>``.
+        text: Such as ``tensor<8x128xf32>``, ``!stablehlo.token`` or ``tuple<tensor<f32>>``.
 
     Raises:
         DynamicDimensionError: A dimension is ``?``, or the rank is unknown.
     """
-    if text.startswith("tuple<"):
-        parts = [read_types(part)[0] for part in split_top(text[6:-1])]
-        return tuple(leaf for part in parts for leaf in part), True
-    # Asynchronous values are read like tuples of what they will hold.
-    if text.startswith(("!stablehlo.future<", "!mhlo.async_bundle<")):
+    # Asynchronous values are read like tuples of their future contents.
+    if text.startswith(("tuple<", "!stablehlo.future<", "!mhlo.async_bundle<")):
         parts = [read_types(part)[0] for part in split_top(text[text.index("<") + 1 : -1])]
         return tuple(leaf for part in parts for leaf in part), True
     match = _SHAPED.match(text)
@@ -245,7 +238,7 @@ def read_types(text: str) -> tuple[tuple[TensorType, ...], bool]:
 
 @lru_cache(maxsize=1024)
 def _dtype(text: str) -> str:
-    """Return the HLO name of an element type; a quantised type is stored as its integer type."""
+    """Return the HLO name of an element type; for quantised types, the storage integer's."""
     if text in _COMPLEX:
         return _COMPLEX[text]
     if match := _QUANTIZED.match(text):
@@ -257,7 +250,7 @@ def _dtype(text: str) -> str:
         # Odd widths (i3, i17) are stored in the next wider type.
         width = next((w for w in _WIDTHS if w >= int(match[2])), 64)
         return f"{'u' if match[1] == 'u' else 's'}{width}"
-    # MLIR's index type has the width of a pointer.
+    # MLIR's index type is as wide as a pointer.
     if text == "index":
         return "s64"
     # TF32 is stored in 32 bits.

@@ -267,8 +267,8 @@ class _Cutter:
         wanted = {read for _, _, incoming, _ in made for read in incoming}
         stages = []
         for stage, (ops, arguments, incoming, results) in enumerate(made):
-            told = {self.values.returned[n] for n in results}
-            out = sorted(r for r in wanted - told if self.home[r[0]] == stage)
+            returned = {self.values.returned[n] for n in results}
+            out = sorted(r for r in wanted - returned if self.home[r[0]] == stage)
             stages.append(
                 Stage(
                     tuple(sorted(ops)),

@@ -77,7 +77,7 @@ def target_of(device: DeviceSpec) -> CompileTarget:
     architecture = str(spec.compiler.get("target", ""))
     if not architecture:
         raise DeviceError(
-            "key 'compiler_target' is missing, so no compiler can be told what it is",
+            "key 'compiler_target' is missing, so no compiler can target it",
             where=f"device {device.name}",
             hint="give compiler_target (sm_90, v5e …) or a base in the device file; or use another "
             "lowering",

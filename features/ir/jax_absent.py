@@ -1,6 +1,6 @@
-"""Let JAX lower functions as it would beside the device, and kernels in them say their work.
+"""Lower JAX functions for absent devices, and attach the work of Pallas kernels to their calls.
 
-Like ``jax_compat.py`` it uses unstable interfaces of JAX: what a version lacks is left as it is.
+Like ``jax_compat.py`` this uses unstable interfaces of JAX; any that a version lacks is skipped.
 """
 
 from __future__ import annotations
@@ -21,22 +21,20 @@ from .pallas_work import kernel_work
 from .platforms import Platform, known_platform
 from .program import WORK
 
-#: cuDNN that an absent GPU is taken to have: 9.13, which has every attention that JAX calls.
+#: cuDNN version assumed for an absent GPU: 9.13, which has all attention kernels that JAX calls.
 _CUDNN_VERSION = 91300
-
-
-#: Ops between a kernel's call and its results in JAX's rules: elements of tuples, reshapes.
-_NEAR = 4
+#: Most ops between a kernel call and the results of JAX's rule: tuple elements and reshapes.
+_MOST_BETWEEN = 4
 
 
 @contextmanager
-def as_beside(platform: Platform) -> Iterator[None]:
-    """Let JAX lower for a device that is absent as it would beside it.
+def assumed_device(platform: Platform) -> Iterator[None]:
+    """Let JAX lower as if a device of the platform were present.
 
-    Rules of cuDNN's attention, of Pallas on TPUs and of host callbacks ask for the device itself.
+    JAX's rules for cuDNN attention, Pallas on TPUs and host callbacks query the device itself.
 
     Args:
-        platform: What is lowered for; an unknown compute capability is taken as Hopper's 90.
+        platform: Target platform; an unknown compute capability is taken as 90 (Hopper).
     """
     if backends_started() and known_platform(jax.default_backend()) == platform.name:
         yield
@@ -70,20 +68,20 @@ def _client(context: object, optional: bool = False) -> _AbsentClient | None:
 
 
 class _AbsentClient:
-    """Stands for the client of an absent device, of which only lowered callbacks ask anything."""
+    """Replaces the client of an absent device; only lowered callbacks call it."""
 
     def make_python_callback_from_host_send_and_recv(self, *_: object) -> None:
-        """Register nothing: the program is not run."""
+        """Register nothing, since the program is not run."""
 
 
 @contextmanager
 def kernels_counted(platform: str) -> Iterator[None]:
-    """Let the calls of Pallas kernels that are lowered in the block state their work.
+    """Attach the counted work to the calls of Pallas kernels that are lowered in the block.
 
     Args:
-        platform: What is lowered for, by JAX's name.
+        platform: Target platform by JAX's name.
     """
-    # Without it there is no such kernel.
+    # If the module is not imported, there are no Pallas kernels.
     pallas: Any = sys.modules.get("jax._src.pallas.pallas_call")
     table: Any = getattr(_jax_mlir, "_lowerings", {})
     primitive = getattr(pallas, "pallas_call_p", None)
@@ -97,7 +95,7 @@ def kernels_counted(platform: str) -> Iterator[None]:
         results = rule(ctx, *args, **params)
         work = kernel_work(params, streams=platform == "tpu")
         if work is not None:
-            _state_work(results, " ".join(f"{figure:.17g}" for figure in work))
+            _attach_work(results, " ".join(f"{figure:.17g}" for figure in work))
         return results
 
     table[primitive] = replace(entry, rule=counted) if hasattr(entry, "rule") else counted
@@ -107,10 +105,10 @@ def kernels_counted(platform: str) -> Iterator[None]:
         table[primitive] = entry
 
 
-def _state_work(results: Any, work: str) -> None:
-    """Write its work into the custom call that makes some values, a few ops before them."""
+def _attach_work(results: Any, work: str) -> None:
+    """Write the work into the custom call that makes the results, a few ops before them."""
     values = [v for v in jax.tree.leaves(results) if isinstance(v, ir.Value)]
-    for _ in range(_NEAR):
+    for _ in range(_MOST_BETWEEN):
         ops = [v.owner for v in values if isinstance(v.owner, ir.Operation | ir.OpView)]
         for op in ops:
             own = op.operation
@@ -127,7 +125,7 @@ def _state_work(results: Any, work: str) -> None:
 
 @contextmanager
 def _changed(changes: Sequence[tuple[Any, str, object]]) -> Iterator[None]:
-    """Set attributes for a while; versions of JAX that lack one decide by themselves."""
+    """Replace attributes inside the block, skipping those that this JAX version lacks."""
     before = [(o, name, getattr(o, name)) for o, name, _ in changes if hasattr(o, name)]
     try:
         for owner, name, value in changes:
