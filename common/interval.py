@@ -19,6 +19,7 @@ LATENCY_KEYS = ("latency_us", "lo_us", "hi_us")
 LEAST_SHARE = 0.05
 
 Time = TypeVar("Time", float, np.ndarray)
+_NORMAL = NormalDist()
 
 
 class Interval(NamedTuple):
@@ -73,9 +74,6 @@ class Interval(NamedTuple):
         away = _NORMAL.inv_cdf(chance) / _NORMAL.inv_cdf(0.95)
         end = self.hi if away >= 0.0 else self.lo
         return self.value * exp(abs(log(end / self.value)) * away)
-
-
-_NORMAL = NormalDist()
 
 
 class InSeconds:

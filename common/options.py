@@ -30,6 +30,10 @@ T = TypeVar("T")
 _SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {"": 1.0, "GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "MB": 1e6}
 _WATTS = {"": 1.0, "W": 1.0, "kW": 1e3}
+_PROGRAM = (
+    "StableHLO text, bytecode, export, or HLO text; module.py:function; or PyTorch's model.pt2."
+)
+_ROOFLINE = "Operator model; 'roofline' for the plain roofline."
 
 
 @dataclass(frozen=True)
@@ -205,10 +209,6 @@ def folder(path: Path | None) -> Path | None:
 json_file, page_file, yaml_file = called(".json"), called(".html", ".htm"), called(".yaml", ".yml")
 table_file, plot_file = called(*TABLES), called(".png", ".svg", ".pdf", ".jpg")
 
-_PROGRAM = (
-    "StableHLO text, bytecode, export, or HLO text; module.py:function; or PyTorch's model.pt2."
-)
-_ROOFLINE = "Operator model; 'roofline' for the plain roofline."
 
 # Options of several commands.
 Json = Annotated[bool, Option("Print JSON.", ("--json",))]

@@ -20,6 +20,14 @@ _SPARE = (
 )  # fmt: skip
 #: Columns of both that are not fractions.
 _NO_SHARES = ("group", "n", "spearman", "kendall", "mean_abs_log")
+#: Width up to which cells are never broken: figures with their unit.
+_SHORT = 10
+#: Columns that are printed in per cent.
+PERCENTAGES = (
+    "mape", "median_ape", "median_ape_groups", "memory_mape", "largest", "bias", "coverage",
+    "in_domain", "before", "after", "unseen", "error_before", "error_after", "covered_before",
+    "covered_after",
+)  # fmt: skip
 
 
 def print_metrics(console: Console, table: pd.DataFrame, title: str) -> None:
@@ -89,16 +97,6 @@ def print_frame(
     console.print(table)
     if left_out:
         console.print(f"left out for the width: {', '.join(left_out)}")
-
-
-#: Width up to which cells are never broken: figures with their unit.
-_SHORT = 10
-#: Columns that are printed in per cent.
-PERCENTAGES = (
-    "mape", "median_ape", "median_ape_groups", "memory_mape", "largest", "bias", "coverage",
-    "in_domain", "before", "after", "unseen", "error_before", "error_after", "covered_before",
-    "covered_after",
-)  # fmt: skip
 
 
 def in_percent(figures: pd.DataFrame) -> pd.DataFrame:

@@ -50,6 +50,9 @@ _DTYPES = "dtype_"
 #: Least relative reduction of the held-out error by a correction: a shared machine drifts by more
 #: than that from one minute to the next. Engineering estimate.
 GAIN = 0.05
+#: Kinds of kernels that use all cores of a CPU whatever the compiler states: their libraries
+#: parallelize themselves.
+_PARALLEL = ("gemm", "conv")
 
 
 @dataclass
@@ -191,11 +194,6 @@ def _dtypes(table: KernelTable) -> np.ndarray:
     distinct_rows, code = np.unique(values, axis=0, return_inverse=True)
     texts = np.array([",".join(f"{v:g}" for v in row) for row in distinct_rows], object)
     return np.asarray(texts[code.reshape(-1)], object)
-
-
-#: Kinds of kernels that use all cores of a CPU whatever the compiler states: their libraries
-#: parallelize themselves.
-_PARALLEL = ("gemm", "conv")
 
 
 def at_present_speed(

@@ -35,6 +35,10 @@ LIBRARY_DEPTH = 2
 
 FindLinks = Callable[[str], Links]
 Fit = Callable[[CollectiveTable, np.ndarray], CurveTree]
+#: Least share of the time that links take for a ring's bytes at their full rate which a measurement
+#: may be. Switches that add up halve the bytes of an all-reduce; none of 31,000 published rows is
+#: below 0.34 (transfers timed where they were issued). What is a unit off is a thousand times off.
+_LEAST_SHARE = 0.25
 
 
 @dataclass
@@ -230,12 +234,6 @@ def fit_collectives(
         scores = np.log(latency[of_scope] / left_out[of_scope])
         intervals.learn(scope, table.take(of_scope), scores)
     return CollectiveModel(fit_tree(table, latency), intervals, provenance=provenance or {})
-
-
-#: Least share of the time that links take for a ring's bytes at their full rate which a measurement
-#: may be. Switches that add up halve the bytes of an all-reduce; none of 31,000 published rows is
-#: below 0.34 (transfers timed where they were issued). What is a unit off is a thousand times off.
-_LEAST_SHARE = 0.25
 
 
 def measured_table(rows: pd.DataFrame, find: FindLinks) -> tuple[CollectiveTable, np.ndarray]:

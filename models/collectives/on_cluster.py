@@ -34,6 +34,8 @@ MOST_DEVICES = 8
 #: Libraries to try in turn: PyTorch and XLA call NCCL, so their rows stand in if NCCL has none. XLA
 #: was only measured inside one domain, with up to 72 devices.
 _LIKE = {"nccl": ("nccl", "torch", "xla"), "xla": ("xla", "nccl", "torch")}
+#: Cache key: the collective, its group and its library.
+_Query = tuple[str, float, int | range | tuple[int, ...], Cluster, str]
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,6 @@ class CollectiveEstimate:
     hi: float
     source: str
     detail: str
-
-
-#: Cache key: the collective, its group and its library.
-_Query = tuple[str, float, int | range | tuple[int, ...], Cluster, str]
 
 
 @dataclass

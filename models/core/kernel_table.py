@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 #: Kernel texts parsed at a time. Parsed kernels take far more memory than their graphs, the only
 #: part that is kept. Engineering estimate.
 _CHUNK = 512
+#: Platforms with separate cells, in the order of the cells, which saved models list by name.
+PLATFORMS = ("cpu", "gpu", "tpu")
+#: Names of the cells (platform × kind), which have separate intervals and domains; the last one is
+#: for all other kernels.
+CELLS = (*(f"{platform}/{kind}" for platform in PLATFORMS for kind in KINDS), "other")
+_KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
+#: Shortest time of a kernel in seconds: keeps logarithms finite for any device description.
+#: One nanosecond is a few clock cycles, less than any launch.
+SMALLEST = 1e-9
+#: Fields of :class:`KernelTable` with a value per kernel.
+_COLUMNS = ("X", "base_s", "bound", "cell")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,21 +177,6 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """``starts[i], starts[i] + 1, …`` with ``lengths[i]`` values each, concatenated."""
     first = np.repeat(starts - _starts(lengths), lengths)
     return np.asarray(first + np.arange(lengths.sum()))
-
-
-#: Platforms with separate cells, in the order of the cells, which saved models list by name.
-PLATFORMS = ("cpu", "gpu", "tpu")
-#: Names of the cells (platform × kind), which have separate intervals and domains; the last one is
-#: for all other kernels.
-CELLS = (*(f"{platform}/{kind}" for platform in PLATFORMS for kind in KINDS), "other")
-_KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
-#: Shortest time of a kernel in seconds: keeps logarithms finite for any device description.
-#: One nanosecond is a few clock cycles, less than any launch.
-SMALLEST = 1e-9
-
-
-#: Fields of :class:`KernelTable` with a value per kernel.
-_COLUMNS = ("X", "base_s", "bound", "cell")
 
 
 @dataclass(slots=True)

@@ -33,6 +33,12 @@ _OWN = {
 }
 #: opcast's estimators that predict without training.
 UNTRAINED = ("roofline", "scalesim", "zigzag", "iree", "compiler")
+#: Folder of the shipped models.
+PRETRAINED = PACKAGE / "models" / "pretrained"
+#: Shipped model of library operators.
+OPERATOR_MODEL = "gpu-operators"
+#: Shipped models of programs by platform.
+CPU_MODEL, GPU_MODEL, TPU_MODEL = "cpu-xgboost", "gpu-xla", "tpu-xgboost"
 
 
 def estimator_names() -> list[str]:
@@ -81,11 +87,3 @@ def make_estimator(name: str, **params: object) -> Estimator:
 
 def _foreign() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in _OWN}
-
-
-#: Folder of the shipped models.
-PRETRAINED = PACKAGE / "models" / "pretrained"
-#: Shipped model of library operators.
-OPERATOR_MODEL = "gpu-operators"
-#: Shipped models of programs by platform.
-CPU_MODEL, GPU_MODEL, TPU_MODEL = "cpu-xgboost", "gpu-xla", "tpu-xgboost"

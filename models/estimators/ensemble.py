@@ -29,6 +29,10 @@ _SMALLEST_RESIDUAL = 0.02
 _SUM_TO_ONE = 1e4
 #: Reweightings; the weights change little after a few.
 _ROUNDS = 10
+#: Default members: the two best of the cheap estimators on the CPU dataset (docs/models.md).
+MEMBERS = ("forest", "xgboost")
+_FILE = "weights.npz"
+_FOLDER = "members"
 
 
 def blend_weights(
@@ -86,12 +90,6 @@ def simplex_weights(predictions: np.ndarray, target: np.ndarray, shrinkage: floa
         weights = nnls(np.concatenate(design), np.concatenate(right))[0]
         weights = weights / weights.sum()
     return np.asarray(weights)
-
-
-#: Default members: the two best of the cheap estimators on the CPU dataset (docs/models.md).
-MEMBERS = ("forest", "xgboost")
-_FILE = "weights.npz"
-_FOLDER = "members"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,10 @@ from ..core.kernel_table import CELLS, KernelTable, check_cells
 from ..core.store import pack, unpack
 from .tabular import TabularEstimator
 
+#: Standardized features are clipped here, so that an outlier cannot dominate a linear prediction.
+CLIP = 4.0
+_FILE = "ridge.npz"
+
 
 def huber_ridge(
     design: np.ndarray, target: np.ndarray, alpha: float, delta: float, *, rounds: int = 8
@@ -74,11 +78,6 @@ class RooflineEstimator(TabularEstimator):
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
         return
-
-
-#: Standardized features are clipped here, so that an outlier cannot dominate a linear prediction.
-CLIP = 4.0
-_FILE = "ridge.npz"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,15 @@ FEW, PATIENCE = 8, 20
 _TYPES = {"i": "i1", "U": "u1", "I": "i2", "l": "i4", "L": "i8", "d": "f4", "D": "f8"}
 #: Readers of single numbers by type marker.
 _SINGLE = {mark: struct.Struct(f">{code}") for mark, code in zip("iUIlLdD", "bBhiqfd", strict=True)}
+#: Suffix of a compressed booster's file: UBJSON in the xz container.
+SUFFIX = ".ubj.xz"
+#: Decimals of leaf values (log-ratios): for 700 trees the total error is below 0.1 %.
+DECIMALS = 6
+#: Most bytes that a file may unpack to, and most memory of the decompressor: a guard against
+#: decompression bombs.
+MAX_BYTES, MAX_MEMORY = 2**30, 2**28
+#: Node statistics that only training and TreeSHAP read; zeros compress to nothing.
+_CLEARED = ("loss_changes", "sum_hessian")
 
 
 class RowTrees:
@@ -278,17 +287,6 @@ class _UbjReader:
 
     def _peek(self) -> str:
         return chr(self.data[self.at])
-
-
-#: Suffix of a compressed booster's file: UBJSON in the xz container.
-SUFFIX = ".ubj.xz"
-#: Decimals of leaf values (log-ratios): for 700 trees the total error is below 0.1 %.
-DECIMALS = 6
-#: Most bytes that a file may unpack to, and most memory of the decompressor: a guard against
-#: decompression bombs.
-MAX_BYTES, MAX_MEMORY = 2**30, 2**28
-#: Node statistics that only training and TreeSHAP read; zeros compress to nothing.
-_CLEARED = ("loss_changes", "sum_hessian")
 
 
 def compact(booster: Booster) -> bytes:

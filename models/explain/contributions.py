@@ -34,6 +34,7 @@ POWER_CAP = "power cap"
 OTHER, SIZES = "other", "sizes"
 #: Largest difference of single-precision TreeSHAP sums from the log-ratio due to rounding.
 _FLOAT32 = 1e-4
+_RULES = own_data("models/explain/groups.yaml")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ class FeatureGroups:
         return {group: np.array(columns[group]) for group in self.names if group in columns}
 
 
-_RULES = own_data("models/explain/groups.yaml")
 #: Groups of the features of compiled kernels, and of those of library operators.
 KERNEL_GROUPS = FeatureGroups(_RULES["kernels"].items(), OTHER)
 OPERATOR_GROUPS = FeatureGroups(_RULES["operators"].items(), SIZES)

@@ -46,6 +46,7 @@ LOADS, FILTER_LOADS = 2.0, 4.0
 #: times are 0.8 (5 %) to 3.1 (85 %) times the estimate; ten times where a library lacks a kernel
 #: for a size.
 LOWER, UPPER = float(np.log(1.6)), float(np.log(4.0))
+_SHIPPED = PRETRAINED / GPU_MODEL / "estimator"
 
 
 @dataclass(slots=True)
@@ -205,9 +206,6 @@ def _load_rate(device: DeviceSpec) -> float:
         # lanes (64 and 16 on CDNA, 128 and 32 on Hopper).
         return device.vector_peak("f32") / 8.0
     return lanes * device.core_count * (device.clock_hz or CLOCK)
-
-
-_SHIPPED = PRETRAINED / GPU_MODEL / "estimator"
 
 
 @dataclass(frozen=True)

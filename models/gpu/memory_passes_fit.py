@@ -55,6 +55,9 @@ _REACH = 4.0
 #: Start of the fit for the host launch of one eagerly timed call, seconds; refitted per host. The
 #: eager tables include 26 to 47 µs of it by op (docs/operators.md).
 _EAGER_S = {"eager/elementwise": 26e-6, "eager/softmax": 33e-6, "eager/ln": 47e-6}
+#: Least correlation of kernel errors in a program. 0.21 was measured between passes of a device,
+#: but kernels of one route share its errors (docs/gpu.md). Engineering estimate.
+LEAST_CORRELATION = 0.5
 
 
 @dataclass(frozen=True)
@@ -280,11 +283,6 @@ def _scores(
     measured = rows["latency_us"].to_numpy(np.float64) * 1e-6
     telling = launch < LAUNCH_SHARE * predicted
     return np.asarray(np.log(measured[telling] / predicted[telling]))
-
-
-#: Least correlation of kernel errors in a program. 0.21 was measured between passes of a device,
-#: but kernels of one route share its errors (docs/gpu.md). Engineering estimate.
-LEAST_CORRELATION = 0.5
 
 
 def pass_rows(dataset: Dataset) -> tuple[pd.DataFrame, str]:

@@ -34,6 +34,13 @@ WARM_UP = 0.05
 #: Norm to which larger gradients are scaled down (Pascanu et al., ICML 2013), so that a batch with
 #: outliers does not undo previous learning.
 CLIP_NORM = 1.0
+#: Share of the training targets beyond each bound before :data:`ROOM` is added, so that faulty
+#: labels do not determine the bounds.
+TAIL = 0.0005
+#: Distance between those quantiles and the bounds, in log units (a factor of 1.65). Engineering
+#: estimate.
+ROOM = 0.5
+_FILE = "network.safetensors"
 
 
 def learning_rates(steps: int, peak: float) -> np.ndarray:
@@ -84,14 +91,6 @@ def best_epoch(epochs: Iterator[W], error: Callable[[W], float] | None, patience
             break
     assert best is not None
     return best
-
-
-#: Share of the training targets beyond each bound before :data:`ROOM` is added, so that faulty
-#: labels do not determine the bounds.
-TAIL = 0.0005
-#: Distance between those quantiles and the bounds, in log units (a factor of 1.65). Engineering
-#: estimate.
-ROOM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +149,6 @@ class Bound:
             TypeError: There are not four numbers.
         """
         return cls(*array.tolist())
-
-
-_FILE = "network.safetensors"
 
 
 @dataclass(frozen=True)

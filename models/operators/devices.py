@@ -28,6 +28,11 @@ Chip = tuple[str, int, int]
 #: Largest relative difference in cores between chips of one design, which have different numbers of
 #: cores disabled (B200 and GB200 2.7 %, MI210 and MI250X 5.8 %).
 DISABLED = 0.08
+#: Ridge penalty of each level, as a number of prior rows with effect 0: the rows a device or
+#: library needs before its own effect outweighs the level above. Engineering estimate; not fitted.
+RIDGE = 20.0
+#: Separator between device and library in keys of the table: names contain no tabs.
+_SEPARATOR = "\t"
 
 
 def chip_of(spec: DeviceSpec) -> Chip:
@@ -181,13 +186,6 @@ class KnownDevices:
             ),
             default=None,
         )
-
-
-#: Ridge penalty of each level, as a number of prior rows with effect 0: the rows a device or
-#: library needs before its own effect outweighs the level above. Engineering estimate; not fitted.
-RIDGE = 20.0
-#: Separator between device and library in keys of the table: names contain no tabs.
-_SEPARATOR = "\t"
 
 
 class DeviceEffects:

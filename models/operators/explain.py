@@ -59,6 +59,7 @@ _ADDED = {
 #: Feature with the share of an operator's traffic served by the last cache, and the least share to
 #: report.
 _HELD, _SHOWN = "resident", 0.05
+_UNSHOWN = frozenset(("key", "method", "family", "device", "op", "id"))
 
 
 @dataclass(frozen=True)
@@ -269,9 +270,6 @@ def nearest(
         us = float(own["latency_us"])
         neighbours.append(MeasuredOp(label, str(own["device"]), us, float(distance[place])))
     return tuple(neighbours)
-
-
-_UNSHOWN = frozenset(("key", "method", "family", "device", "op", "id"))
 
 
 def _cached(features: OpFeatures, device: DeviceSpec) -> tuple[str, ...]:

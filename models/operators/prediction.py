@@ -34,6 +34,17 @@ from .family_tables import constants
 #: Groups of families that run entirely on the matrix unit. Excludes convolutions: Winograd and
 #: Fourier transforms save multiplications (1 % of the ``tuned/conv`` rows of an MI60 are below).
 _MULTIPLIED = frozenset(("gemm", "tuned_gemm", "attention", "moe"))
+#: Most size bins of a device; each needs :data:`MIN_SCORES` scores. Engineering estimate.
+BINS = 4
+#: Names that stand for devices without samples: of the majority vendor, and of other vendors.
+UNSEEN, FOREIGN = "", "*"
+#: Name that stands for unseen layers and head configurations; as a prefix of a device's name, for
+#: those unseen on it.
+NEW_GROUP = "+"
+#: Separator between a device and a format with separate bounds.
+WITHIN = "|"
+#: Bounds without any calibration.
+UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 
 
 @dataclass(slots=True)
@@ -119,19 +130,6 @@ def joined(count: int, parts: Iterable[tuple[np.ndarray, FamilyPrediction]]) -> 
         for name in FamilyPrediction.__slots__:
             getattr(whole, name)[at] = getattr(part, name)
     return whole
-
-
-#: Most size bins of a device; each needs :data:`MIN_SCORES` scores. Engineering estimate.
-BINS = 4
-#: Names that stand for devices without samples: of the majority vendor, and of other vendors.
-UNSEEN, FOREIGN = "", "*"
-#: Name that stands for unseen layers and head configurations; as a prefix of a device's name, for
-#: those unseen on it.
-NEW_GROUP = "+"
-#: Separator between a device and a format with separate bounds.
-WITHIN = "|"
-#: Bounds without any calibration.
-UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 
 
 @dataclass

@@ -45,6 +45,9 @@ SHRINKING = (0.0, 1.0, 2.0, 3.0, 6.0, 12.0)
 #: with fewer, they would not represent the libraries of single chips, whose ratios are shrunk with
 #: power 1. Engineering estimate.
 LEAST_SHARED = 0.25
+#: By group of held-out devices, positions of their rows and the rows' log-ratios by a model of the
+#: same strategy fitted without them.
+Folds = Mapping[tuple[str, ...], tuple[np.ndarray, np.ndarray]]
 
 
 class Strategy(NamedTuple):
@@ -206,11 +209,6 @@ class UnseenModel:
             return share
         native = rows.where("device", lambda name: devices[name].vendor in self.vendors)
         return np.asarray(share * native)
-
-
-#: By group of held-out devices, positions of their rows and the rows' log-ratios by a model of the
-#: same strategy fitted without them.
-Folds = Mapping[tuple[str, ...], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(slots=True)

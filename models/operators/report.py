@@ -26,6 +26,10 @@ from .model import MIN_ROWS, OpModel, default_settings
 
 #: Columns that figures are grouped by.
 BY = ("split", "key", "dtype", "device")
+#: Split to learn from; rows of all other splits are tested.
+TRAINING = "train"
+#: Incremented when the definition of a part changes: files of earlier versions are then recomputed.
+VERSION = 1
 
 
 def predictions(model: OpModel, rows: pd.DataFrame) -> pd.DataFrame:
@@ -158,12 +162,6 @@ def left_out_table(model: OpModel) -> pd.DataFrame:
         for devices, errors in family.left_out.items()
     ]
     return pd.DataFrame(records)
-
-
-#: Split to learn from; rows of all other splits are tested.
-TRAINING = "train"
-#: Incremented when the definition of a part changes: files of earlier versions are then recomputed.
-VERSION = 1
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ _FOLDS = 5
 #: Draws of the folds, whose trees are averaged: another draw changes the trees' family error by
 #: about 5 % (docs/models.md).
 REPEATS = 2
+#: Fewest programs with two or more kernels for a correlation. Engineering estimate; not fitted.
+FEWEST_TO_CORRELATE = 20
 
 
 @dataclass
@@ -187,10 +189,6 @@ def context_figures(
         errors = [c.error["chosen"] for c in model.corrections.values()]
         figures["family_error"] = float(np.mean(errors))
     return model, figures
-
-
-#: Fewest programs with two or more kernels for a correlation. Engineering estimate; not fitted.
-FEWEST_TO_CORRELATE = 20
 
 
 def pair_correlation(errors: Sequence[np.ndarray]) -> float:

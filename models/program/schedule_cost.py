@@ -21,6 +21,11 @@ from ...simulate.program.list_schedule import critical_path, list_schedule
 
 #: Least predicted time of a program (s); keeps logarithms finite for empty programs.
 SMALLEST = 1e-7
+#: Largest buffer that glibc keeps for reuse (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c).
+_KEPT_BYTES = 32 * 2**20
+#: Bytes of a page, and seconds of a first touch: 12,500 faults took 20 ms on a virtual machine with
+#: two cores of an AMD EPYC; bare metal takes less.
+_PAGE, _FAULT_S = 4096, 2e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +142,6 @@ def durations(latency_s: np.ndarray, kernels: Sequence[Kernel]) -> np.ndarray:
 def reads(kernels: Sequence[Kernel]) -> list[tuple[int, ...]]:
     """Positions that each kernel waits for: its operands, and for a done its start."""
     return [(*k.operands, k.async_peer) if k.async_role == "done" else k.operands for k in kernels]
-
-
-#: Largest buffer that glibc keeps for reuse (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c).
-_KEPT_BYTES = 32 * 2**20
-#: Bytes of a page, and seconds of a first touch: 12,500 faults took 20 ms on a virtual machine with
-#: two cores of an AMD EPYC; bare metal takes less.
-_PAGE, _FAULT_S = 4096, 2e-6
 
 
 def first_touch_s(lowered: LoweredProgram, device: DeviceSpec) -> float:

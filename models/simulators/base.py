@@ -37,6 +37,12 @@ from ..trust.calibrator import UNCALIBRATED
 START_S = 60.0
 #: Keeps JAX from loading compilers of absent devices, and Matplotlib from opening a display.
 _SET = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "2"}
+#: Version of the drivers, part of the key of cached answers. Increase it when requests to a tool or
+#: the interpretation of its replies change.
+ANSWER_VERSION = 1
+#: A request to a tool and its reply, as JSON objects; each tool documents its keys.
+Job = JsonObject
+Reply = JsonMapping
 
 
 class ToolProcess:
@@ -206,15 +212,6 @@ class AnsweringEstimator(ABC):
         manifest = read_manifest(Path(path))
         check_estimator(Path(path), manifest, cls.name)
         return cls(**manifest.get("params", {}))
-
-
-#: Version of the drivers, part of the key of cached answers. Increase it when requests to a tool or
-#: the interpretation of its replies change.
-ANSWER_VERSION = 1
-
-#: A request to a tool and its reply, as JSON objects; each tool documents its keys.
-Job = JsonObject
-Reply = JsonMapping
 
 
 class SimulatorEstimator(AnsweringEstimator):

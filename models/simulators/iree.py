@@ -29,6 +29,28 @@ from .base import Job, Reply, SimulatorEstimator
 TIMER = "cpu_time"
 #: IREE's optimization levels (``--iree-opt-level``).
 LEVELS = ("O0", "O1", "O2", "O3")
+#: IREE's names of HLO types; its inputs have a width but no sign.
+_TYPES = {
+    "pred": "i8",
+    "s8": "i8",
+    "u8": "i8",
+    "s16": "i16",
+    "u16": "i16",
+    "s32": "i32",
+    "u32": "i32",
+    "s64": "i64",
+    "u64": "i64",
+    "f16": "f16",
+    "bf16": "bf16",
+    "f32": "f32",
+    "f64": "f64",
+}
+#: Options of ``iree-compile``: code for all instructions of the host CPU, like XLA's.
+_COMPILE = (
+    "--iree-input-type=stablehlo",
+    "--iree-hal-target-backends=llvm-cpu",
+    "--iree-llvmcpu-target-cpu=host",
+)
 
 
 class IreeEstimator(SimulatorEstimator):
@@ -89,30 +111,6 @@ class IreeEstimator(SimulatorEstimator):
     def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
         """The answers themselves: a measurement covers the whole kernel."""
         return answered
-
-
-#: IREE's names of HLO types; its inputs have a width but no sign.
-_TYPES = {
-    "pred": "i8",
-    "s8": "i8",
-    "u8": "i8",
-    "s16": "i16",
-    "u16": "i16",
-    "s32": "i32",
-    "u32": "i32",
-    "s64": "i64",
-    "u64": "i64",
-    "f16": "f16",
-    "bf16": "bf16",
-    "f32": "f32",
-    "f64": "f64",
-}
-#: Options of ``iree-compile``: code for all instructions of the host CPU, like XLA's.
-_COMPILE = (
-    "--iree-input-type=stablehlo",
-    "--iree-hal-target-backends=llvm-cpu",
-    "--iree-llvmcpu-target-cpu=host",
-)
 
 
 def run(job: JsonObject) -> dict[str, float | str]:

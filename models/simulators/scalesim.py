@@ -17,6 +17,9 @@ from .base import Job, Reply, SimulatorEstimator
 
 #: SCALE-Sim's names of the stationary operand (weights, outputs, inputs).
 DATAFLOWS = ("ws", "os", "is")
+#: Most simulated time steps: after the array is filled, a fold's cycles grow by one per step, so
+#: longer dimensions are extrapolated exactly (checked in docs/fidelities.md).
+MAX_TIME = 64
 
 
 class ScaleSimEstimator(SimulatorEstimator):
@@ -82,11 +85,6 @@ class ScaleSimEstimator(SimulatorEstimator):
             for way in reply["ways"]
         )
         return float(cycles * job["times"] * job["cycle_s"])
-
-
-#: Most simulated time steps: after the array is filled, a fold's cycles grow by one per step, so
-#: longer dimensions are extrapolated exactly (checked in docs/fidelities.md).
-MAX_TIME = 64
 
 
 def run(job: JsonObject) -> dict[str, list[dict[str, int]]]:

@@ -18,6 +18,9 @@ from ...features.kernels.kernel import Kernel
 from .arrays import arrays_of, passes, product_of, require_arrays
 from .base import Job, Reply, SimulatorEstimator
 
+#: Fewest bits that a port moves in one access. Engineering estimate.
+_LEAST = 64
+
 
 class ZigZagEstimator(SimulatorEstimator):
     """Cycles of the best mapping that ZigZag finds on a TPU-like accelerator.
@@ -79,10 +82,6 @@ class ZigZagEstimator(SimulatorEstimator):
     def seconds(self, reply: Reply, job: Job) -> float:
         """Seconds of the best mapping's cycles."""
         return float(reply["cycles"] * job["scale_s"])
-
-
-#: Fewest bits that a port moves in one access. Engineering estimate.
-_LEAST = 64
 
 
 def run(job: dict[str, object]) -> dict[str, float]:

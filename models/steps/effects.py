@@ -38,6 +38,17 @@ UNNAMED = ("", 1.0)
 #: Properties of frameworks by name: the ``engines`` they share, which are ``compiled``, and which
 #: keep ``whole_sequences``.
 FRAMEWORKS = own_data("models/effects/steps.yaml")
+#: Fields of :class:`~opcast.simulate.step.costs.StepEffects` whose name differs from their class.
+FIELDS = {cost: f"{cost}_s" for cost in ("launch", "collective", "hop")}
+#: Shift of a class's logarithm for its finite-difference slope.
+_STEP = 0.2
+#: Initial factors on launches, collectives and hops to try before the first slopes: where the
+#: device hides the host, the host's cost has no slope.
+_STARTS = {"launch": (1.0, 3.0), "collective": (1.0, 15.0), "hop": (1.0, 100.0)}
+#: Steps of a framework that initial factors are tried on.
+_TRIED = 40
+#: Relinearizations of a fit.
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -174,8 +185,6 @@ class EffectTable(Effects):
 
 #: Value of each class of cost before anything was learned, and the classes that have effects.
 PRIOR, LEARNED = EffectTable.levels.prior, EffectTable.levels.learned
-#: Fields of :class:`~opcast.simulate.step.costs.StepEffects` whose name differs from their class.
-FIELDS = {cost: f"{cost}_s" for cost in ("launch", "collective", "hop")}
 
 
 def _prior(cost: str, context: StepContext) -> float:
@@ -186,15 +195,6 @@ def _prior(cost: str, context: StepContext) -> float:
 
 #: Simulator: logarithms of seconds from indices of steps, effects, and shifts of classes of cost.
 Simulate = Callable[[Sequence[int], EffectTable, Mapping[str, float]], np.ndarray]
-#: Shift of a class's logarithm for its finite-difference slope.
-_STEP = 0.2
-#: Initial factors on launches, collectives and hops to try before the first slopes: where the
-#: device hides the host, the host's cost has no slope.
-_STARTS = {"launch": (1.0, 3.0), "collective": (1.0, 15.0), "hop": (1.0, 100.0)}
-#: Steps of a framework that initial factors are tried on.
-_TRIED = 40
-#: Relinearizations of a fit.
-_ROUNDS = 3
 
 
 class Slopes(NamedTuple):

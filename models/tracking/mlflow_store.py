@@ -40,6 +40,23 @@ EXPERIMENT = "opcast"
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 #: Seconds that SQLite waits for another process's lock on the store.
 WAIT_S = 60
+#: Artifact of a run with its predictions, and the tag with their number before sampling.
+FILE, ROWS_TAG = "predictions.parquet", "predictions_rows"
+#: Columns of the stored predictions.
+COLUMNS = (
+    "level",
+    "kind",
+    "device",
+    "split",
+    "measured_us",
+    "predicted_us",
+    "lo_us",
+    "hi_us",
+    "in_domain",
+)
+#: Most stored predictions of a run; larger tables are sampled with a fixed seed, so that the
+#: artifacts of a run stay small.
+MOST_ROWS = 20_000
 
 
 @dataclass
@@ -311,29 +328,6 @@ def _register(mlflow: Any, run_id: str, name: str) -> None:
     if name not in known:
         client.create_registered_model(name)
     client.create_model_version(name, source=source, run_id=run_id)
-
-
-#: Artifact of a run with its predictions, and the tag with their number before sampling.
-FILE, ROWS_TAG = "predictions.parquet", "predictions_rows"
-
-
-#: Columns of the stored predictions.
-COLUMNS = (
-    "level",
-    "kind",
-    "device",
-    "split",
-    "measured_us",
-    "predicted_us",
-    "lo_us",
-    "hi_us",
-    "in_domain",
-)
-
-
-#: Most stored predictions of a run; larger tables are sampled with a fixed seed, so that the
-#: artifacts of a run stay small.
-MOST_ROWS = 20_000
 
 
 def tidy(frame: pd.DataFrame, split: str = "", level: str = "kernel") -> pd.DataFrame:

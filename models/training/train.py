@@ -24,6 +24,12 @@ from ..training_data.prepared import PreparedDataset, ProgramSample, prepare
 from ..training_data.splits import Split, fold_groups, is_family, leave_family_out, make_split
 from ..trust.neighbours import NeighbourTable
 
+logger = logging.getLogger(__name__)
+#: Default estimators to compare: all that learn from a table except networks and ensembles.
+MODELS = ("roofline", "ridge", "forest", "xgboost")
+#: Default splits to report; the others need several devices or runs.
+REPORTED_SPLITS = ("random", "unseen_shape", "unseen_family")
+
 
 def prediction_frame(model: CostModel, data: PreparedDataset, rows: np.ndarray) -> pd.DataFrame:
     """Predictions and measurements, one row per kernel row among ``rows``."""
@@ -77,9 +83,6 @@ def _program_record(
 def _total(table: pd.DataFrame) -> dict[str, float]:
     row = table[table["group"] == "all"].iloc[0]
     return {str(k): float(v) for k, v in row.items() if k != "group"}
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -245,12 +248,6 @@ def estimator_factory(
     general = {"seed": seed, "n_jobs": n_jobs}
     own = {**{k: v for k, v in general.items() if k in accepted}, **params}
     return lambda: make_estimator(model, **own)
-
-
-#: Default estimators to compare: all that learn from a table except networks and ensembles.
-MODELS = ("roofline", "ridge", "forest", "xgboost")
-#: Default splits to report; the others need several devices or runs.
-REPORTED_SPLITS = ("random", "unseen_shape", "unseen_family")
 
 
 @dataclass

@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 Space = Callable[["Trial"], dict[str, object]]
 #: Settings of training rather than parameters of an estimator, which do not belong in the file.
 _SETTINGS = {"dataset", "model", "split", "seed", "n_jobs", "folds", "held_out"}
+#: Fewer than in training: a search fits this many models per trial.
+DEFAULT_FOLDS = 3
+#: Trials before the first one may be stopped early for being worse than the median (Optuna's
+#: default for its median pruner).
+_STARTUP_TRIALS = 5
 
 
 @dataclass(frozen=True)
@@ -162,13 +167,6 @@ def read_params(path: Path, model: str) -> JsonObject:
             hint="take it out of the file, and pass it on the command line",
         )
     return dict(params)
-
-
-#: Fewer than in training: a search fits this many models per trial.
-DEFAULT_FOLDS = 3
-#: Trials before the first one may be stopped early for being worse than the median (Optuna's
-#: default for its median pruner).
-_STARTUP_TRIALS = 5
 
 
 def mean_abs_log(measured: np.ndarray, predicted: np.ndarray) -> float:
