@@ -21,7 +21,7 @@ from ...features.dataset import Dataset
 from ..core.registry import make_estimator
 from ..estimators.ensemble import EnsembleEstimator
 from ..training_data.crossfit import DEFAULT_FOLDS, fit_rows
-from ..training_data.metrics import absolute_percentage_error
+from ..training_data.metrics import mean_abs_log, median_ape
 from ..training_data.prepared import PreparedDataset, prepare
 from ..training_data.splits import Split, fold_groups, make_folds, make_split
 from .train import TrainResult, train
@@ -82,7 +82,6 @@ def train_ensemble(
     n_jobs: int = 1,
     *,
     folds: int = DEFAULT_FOLDS,
-    held_out: str | None = None,
     **params: object,
 ) -> tuple[TrainResult, EnsembleChoice]:
     """Train an ensemble, or its best member if the ensemble is not better.
@@ -93,7 +92,6 @@ def train_ensemble(
         seed: Seed of the split, the folds and the estimators.
         n_jobs: Threads of the estimators.
         folds: Folds of the cross-validation, and of the cross-fitting of the winner.
-        held_out: Device or run to hold out, for those splits.
         params: Parameters of the ensemble.
 
     Returns:
@@ -104,18 +102,19 @@ def train_ensemble(
         ModelError: No such member or parameter.
     """
     data = prepare(dataset)
-    parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
-    rows = np.sort(np.concatenate([parts.train, parts.validation]))
+    parts = make_split(data.frame, split, seed, inside=data.inside)
+    rows = parts.fitting
     own = {"seed": seed, "n_jobs": n_jobs, **params}
     table = cross_validate(data, rows, own, folds, seed)
     winner = choose(table)
     # After the choice, only for the report.
-    test = _test_figures(data, rows, parts.test, own, split)
+    predictions = _predictions(data, rows, parts.test, own, split)
+    test = pd.DataFrame([] if predictions is None else _figures(predictions, split=split))
     ensemble = cast("EnsembleEstimator", make_estimator(ENSEMBLE, **own))
     chosen = params if winner == ENSEMBLE else ensemble.member_params(winner)
     choice = EnsembleChoice(winner, dict(chosen), table, test)
     extra = {k: v for k, v in chosen.items() if k not in ("seed", "n_jobs")}
-    result = train(data, winner, split, seed, n_jobs, folds=folds, held_out=held_out, **extra)
+    result = train(data, winner, split, seed, n_jobs, folds=folds, **extra)
     result.model.info["ensemble_choice"] = choice.to_dict()
     return result, choice
 
@@ -150,8 +149,7 @@ def cross_validate(
     by_member: dict[str, list[pd.DataFrame]] = {}
     for name, fold in _held_out(frame, data, folds, seed):
         # Folds have no validation part; splits by device do, and it counts as training data here.
-        fitting = np.concatenate([fold.train, fold.validation])
-        part = _predictions(data, rows[fitting], rows[fold.test], params, name)
+        part = _predictions(data, rows[fold.fitting], rows[fold.test], params, name)
         if part is not None:
             by_member.setdefault(name, []).append(part)
     records: list[dict[str, object]] = []
@@ -198,26 +196,7 @@ def _figures(predictions: pd.DataFrame, **labels: str) -> list[dict[str, object]
     measured = predictions["measured"].to_numpy()
     records = []
     for name in predictions.columns.drop("measured"):
-        predicted = predictions[name].to_numpy()
-        errors = absolute_percentage_error(measured, predicted)
-        records.append(
-            {
-                **labels,
-                "model": str(name),
-                "n": len(predictions),
-                "mean_abs_log": float(np.abs(np.log(predicted / measured)).mean()),
-                "median_ape": float(np.median(errors)),
-            }
-        )
+        pair = measured, predictions[name].to_numpy()
+        figures = {"mean_abs_log": mean_abs_log(*pair), "median_ape": median_ape(*pair)}
+        records.append({**labels, "model": str(name), "n": len(predictions), **figures})
     return records
-
-
-def _test_figures(
-    data: PreparedDataset,
-    rows: np.ndarray,
-    test: np.ndarray,
-    params: Mapping[str, object],
-    split: str,
-) -> pd.DataFrame:
-    predictions = _predictions(data, rows, test, params, split)
-    return pd.DataFrame([] if predictions is None else _figures(predictions, split=split))

@@ -128,7 +128,6 @@ def train(
     n_jobs: int = 1,
     *,
     folds: int = DEFAULT_FOLDS,
-    held_out: str | None = None,
     **params: object,
 ) -> TrainResult:
     """Train on the train and validation parts of a split, and evaluate on its test part.
@@ -140,7 +139,6 @@ def train(
         seed: Seed of the split, the folds and the estimator.
         n_jobs: Threads of the estimator.
         folds: Folds of the cross-fitting for intervals and the program model.
-        held_out: Device or run to hold out, for those splits.
         params: Parameters of the estimator.
 
     Raises:
@@ -148,8 +146,8 @@ def train(
         ModelError: No such estimator or parameter.
     """
     data = prepare(dataset)
-    parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
-    rows = np.sort(np.concatenate([parts.train, parts.validation]))
+    parts = make_split(data.frame, split, seed, inside=data.inside)
+    rows = parts.fitting
     # Preparation is not timed: it is shared by all models trained on the dataset.
     start = time.perf_counter()
     bundle = fit_bundle(data, rows, model, split, seed, n_jobs, folds, params)

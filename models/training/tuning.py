@@ -27,7 +27,7 @@ from ...common.types import JsonObject
 from ...features.dataset import Dataset
 from ..core.registry import estimator_class
 from ..training_data.crossfit import fold_models, predict_entries
-from ..training_data.metrics import absolute_percentage_error
+from ..training_data.metrics import mean_abs_log, median_ape
 from ..training_data.prepared import PreparedDataset, prepare
 from ..training_data.splits import make_split
 from .train import estimator_factory
@@ -45,6 +45,11 @@ DEFAULT_FOLDS = 3
 #: Trials before the first one may be stopped early for being worse than the median (Optuna's
 #: default for its median pruner).
 _STARTUP_TRIALS = 5
+#: Errors that a search can minimize, by name.
+OBJECTIVES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "mean_abs_log": mean_abs_log,
+    "median_ape": median_ape,
+}
 
 
 @dataclass(frozen=True)
@@ -169,23 +174,6 @@ def read_params(path: Path, model: str) -> JsonObject:
     return dict(params)
 
 
-def mean_abs_log(measured: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean absolute log-ratio of predicted to measured."""
-    return float(np.abs(np.log(predicted / measured)).mean())
-
-
-def median_ape(measured: np.ndarray, predicted: np.ndarray) -> float:
-    """Median absolute percentage error."""
-    return float(np.median(absolute_percentage_error(measured, predicted)))
-
-
-#: Errors that a search can minimize, by name.
-OBJECTIVES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    "mean_abs_log": mean_abs_log,
-    "median_ape": median_ape,
-}
-
-
 def tune(
     dataset: Dataset | PreparedDataset,
     model: str = "xgboost",
@@ -197,7 +185,6 @@ def tune(
     timeout_s: float | None = None,
     folds: int = DEFAULT_FOLDS,
     objective: str = "mean_abs_log",
-    held_out: str | None = None,
     study: Path | None = None,
     on_trial: Callable[[TrialRecord, int], None] | None = None,
 ) -> Tuning:
@@ -213,7 +200,6 @@ def tune(
         timeout_s: Seconds after which no further trial starts.
         folds: Folds of the cross-validation.
         objective: One of :data:`OBJECTIVES`.
-        held_out: Device or run to hold out, for those splits.
         study: SQLite file of the trials; by default one for all studies in opcast's home.
         on_trial: Called after every trial with its record and the number of finished trials.
 
@@ -229,11 +215,11 @@ def tune(
         )
     require_optuna()
     data = prepare(dataset)
-    parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
-    rows = np.sort(np.concatenate([parts.train, parts.validation]))
+    rows = make_split(data.frame, split, seed, inside=data.inside).fitting
     judge = _Judge(data, rows, model, split, seed, n_jobs, folds, objective)
     file = study or home() / "tuning.db"
-    key = f"{model} {split} {objective} {held_out or ''} seed={seed} folds={folds}"
+    # The two spaces match the names of existing studies.
+    key = f"{model} {split} {objective}  seed={seed} folds={folds}"
     # The name has everything that defines an error: a resumed search only continues comparable
     # trials.
     open_study = _open_study(file, f"{key} data={data.dataset_hash} {data.table.schema}", seed)

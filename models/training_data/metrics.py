@@ -20,14 +20,19 @@ def absolute_percentage_error(measured: np.ndarray, predicted: np.ndarray) -> np
     return np.asarray(np.abs(predicted - measured) / measured)
 
 
+def median_ape(measured: np.ndarray, predicted: np.ndarray) -> float:
+    """Median absolute percentage error."""
+    return float(np.median(absolute_percentage_error(measured, predicted)))
+
+
+def mean_abs_log(measured: np.ndarray, predicted: np.ndarray) -> float:
+    """Mean absolute log-ratio of predicted to measured."""
+    return float(np.abs(np.log(predicted / measured)).mean())
+
+
 def bias(measured: np.ndarray, predicted: np.ndarray) -> float:
     """Median log-ratio of predicted to measured, as a relative difference."""
     return float(np.expm1(np.median(np.log(predicted / measured))))
-
-
-def bias_mean(measured: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean of ``(predicted - measured) / measured``."""
-    return float(np.mean((predicted - measured) / measured))
 
 
 def spearman(measured: np.ndarray, predicted: np.ndarray) -> float:
@@ -94,7 +99,7 @@ def summary(
         "median_ape": float(np.median(errors)),
         "mape": float(np.mean(errors)),
         "bias": bias(measured, predicted),
-        "bias_mean": bias_mean(measured, predicted),
+        "bias_mean": float(np.mean((predicted - measured) / measured)),
         "spearman": spearman(measured, predicted),
         "kendall": kendall(measured, predicted),
         "top_k_recall": top_k_recall(measured, predicted),

@@ -71,6 +71,11 @@ class Split:
     test: np.ndarray
     held_out: tuple[str, ...] = ()
 
+    @property
+    def fitting(self) -> np.ndarray:
+        """Rows of ``train`` and ``validation``, ascending."""
+        return np.sort(np.concatenate([self.train, self.validation]))
+
 
 def make_split(
     frame: pd.DataFrame,
