@@ -11,12 +11,8 @@ from typing import Any
 
 from ...common.errors import DeviceError
 from ...common.types import JsonMapping, JsonObject
-from ...features.devices.device import HOST_BANDWIDTH, NETWORK_BANDWIDTH
+from ...features.devices.device import NETWORK_BANDWIDTH, DeviceSpec
 
-#: ``pcie``: devices without scale-up links; ``host``: groups of scale-up islands (pairs) joined by
-#: PCI Express; ``staged``: through the host's memory, without peer access; ``network``: more than
-#: one node.
-FABRICS = ("scale_up", "pcie", "host", "staged", "network")
 #: A link counts as scale-up if it is this much faster than the host's, otherwise as PCI Express.
 #: The bridge of an A40, the slowest NVLink in the tables, has 1.8 times the rate of PCI Express.
 SCALE_UP_RATIO = 1.3
@@ -73,39 +69,35 @@ class Links:
                 )
 
     @classmethod
-    def from_spec(cls, spec: object, **changes: Any) -> Links:
-        """Read the links from the attributes of a device description.
+    def from_spec(cls, spec: DeviceSpec, **changes: Any) -> Links:
+        """Read the links of a device description.
 
         Args:
-            spec: A ``DeviceSpec`` with ``link_bandwidth``, ``host_bandwidth`` and
-                ``inter_node_bandwidth`` in bytes/s. Defaults are ``HOST_BANDWIDTH`` of
-                :mod:`~opcast.features.devices.device` for the host, ``NETWORK_BANDWIDTH`` for the
-                network, and the host's bandwidth for the link.
+            spec: The description. A missing network has ``NETWORK_BANDWIDTH`` of
+                :mod:`~opcast.features.devices.device`, a missing link the host's bandwidth.
             **changes: Fields to override, such as ``island=2``.
 
         Raises:
             DeviceError: The description has neither a link nor a host bandwidth.
         """
-        host = float(getattr(spec, "host_bandwidth", None) or 0.0)
-        link = float(getattr(spec, "link_bandwidth", None) or 0.0)
-        if not host and not link:
+        if not spec.host_bandwidth and not spec.link_bandwidth:
             raise DeviceError(
                 "the device description has no link_bandwidth and no host_bandwidth",
-                where=str(getattr(spec, "name", "device")),
+                where=spec.name,
                 hint="add one of them; collectives cannot be estimated without",
             )
-        node = int(getattr(spec, "devices_per_node", None) or 8)
+        node = spec.devices_per_node or 8
         facts: JsonObject = {
-            "link": link or host,
-            "host": host or HOST_BANDWIDTH,
-            "inter_node": float(getattr(spec, "inter_node_bandwidth", None) or NETWORK_BANDWIDTH),
+            "link": spec.link_bandwidth or spec.host_bandwidth,
+            "host": spec.host_link,
+            "inter_node": spec.inter_node_bandwidth or NETWORK_BANDWIDTH,
             "devices_per_node": node,
-            "memory": float(getattr(spec, "bandwidth", None) or 0.0),
-            "clock_hz": float(getattr(spec, "clock_hz", None) or 0.0),
-            "architecture": str(getattr(spec, "architecture", None) or ""),
+            "memory": spec.bandwidth,
+            "clock_hz": spec.clock_hz,
+            "architecture": spec.architecture,
         }
         # AMD connects the devices of a node pairwise (data sheets of MI100 to MI355X).
-        if str(getattr(spec, "vendor", "")).upper() == "AMD":
+        if spec.vendor.upper() == "AMD":
             facts["peers"] = node - 1
         return cls(**{**facts, **changes})
 
@@ -131,7 +123,12 @@ class Links:
         return cls(**{**facts, **changes})
 
     def fabric(self, world_size: int, devices_per_node: int) -> str:
-        """The kind of link that limits a group of ``world_size``, as in :data:`FABRICS`."""
+        """The kind of link that limits a group of ``world_size``.
+
+        ``scale_up``; ``pcie``: devices without scale-up links; ``host``: scale-up islands (pairs)
+        joined by PCI Express; ``staged``: through the host's memory, without peer access;
+        ``network``: more than one node.
+        """
         if world_size > devices_per_node and self.inter_node < RACK_RATIO * self.link:
             return "network"
         if not self.peer_access:

@@ -97,17 +97,6 @@ class ClusterCollectives:
             self._answers[query, written] = self._estimate(*query)
         return self._answers[query, written]
 
-    def latency(
-        self,
-        kind: str,
-        bytes_per_rank: float,
-        group: Sequence[int] | int,
-        cluster: Cluster,
-        backend: str = "nccl",
-    ) -> float:
-        """Seconds of a collective: the latency of :meth:`estimate`."""
-        return self.estimate(kind, bytes_per_rank, group, cluster, backend).latency
-
     def _estimate(
         self,
         kind: str,

@@ -44,7 +44,7 @@ class CollectiveTable:
     """Collectives ready to be estimated; arrays of shape ``(n,)``.
 
     Attributes:
-        fabric: One of :data:`~opcast.models.collectives.links.FABRICS`.
+        fabric: Result of :meth:`~opcast.models.collectives.links.Links.fabric`.
         backend: Library, with ``_eager`` where the host issues the calls one by one.
         op: Operation; ``all_reduce_int8`` for all-reduces of bytes, which switches cannot reduce.
         machine: Device string or platform, the key of known machines.

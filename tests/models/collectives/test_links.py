@@ -1,8 +1,9 @@
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
 from opcast.common.errors import DeviceError
+from opcast.features.devices.catalogue import find_device
 from opcast.models.collectives.links import Links
 
 H100 = {
@@ -28,17 +29,15 @@ def test_from_row_takes_the_host_where_there_is_no_link():
 
 
 def test_from_spec_reads_attributes_and_takes_changes():
-    spec = SimpleNamespace(
-        name="x", link_bandwidth=450e9, host_bandwidth=64e9, inter_node_bandwidth=50e9,
-        devices_per_node=4, bandwidth=3e12, clock_hz=1.9e9, architecture="Hopper",
-    )  # fmt: skip
+    h100 = find_device("h100-sxm")
+    spec = replace(h100, link_bandwidth=450e9, inter_node_bandwidth=50e9, devices_per_node=4)
     links = Links.from_spec(spec, island=2)
     assert (links.link, links.devices_per_node, links.island) == (450e9, 4, 2)
 
 
 def test_from_spec_without_any_link_says_what_to_add():
     with pytest.raises(DeviceError, match="link_bandwidth"):
-        Links.from_spec(SimpleNamespace(name="bare"))
+        Links.from_spec(replace(find_device("h100-sxm"), link_bandwidth=0.0, host_bandwidth=0.0))
 
 
 def test_bandwidths_must_be_positive():

@@ -187,7 +187,7 @@ def test_clusters_that_were_measured_take_the_curves(shipped):
     )
     assert found.latency == pytest.approx(direct["latency_s"].iloc[0], rel=1e-6)
     assert found.lo < found.latency < found.hi
-    assert shipped.latency("all_gather", 2**23, 8, box) == found.latency
+    assert shipped.estimate("all_gather", 2**23, 8, box) == found
 
 
 def test_clusters_that_were_not_take_formulas(shipped):
@@ -253,14 +253,15 @@ def test_pairwise_links_carry_what_gfx950_measured(shipped):
     box = find_cluster("mi355x-x8")
     closed = collective_cost("all_reduce", 2**30, 8, box).total
     assert closed == pytest.approx(4.69e-3, rel=0.2)
-    assert shipped.latency("all_reduce", 2**30, 8, box, "xla") == pytest.approx(4.69e-3, rel=0.05)
+    found = shipped.estimate("all_reduce", 2**30, 8, box, "xla")
+    assert found.latency == pytest.approx(4.69e-3, rel=0.05)
 
 
 def test_formulas_and_curves_agree_on_long_collectives(shipped):
     for name in ("h100-sxm-x8", "a100-sxm-80gb-x8", "rtx-pro-6000-x4", "mi300x-x8"):
         box = find_cluster(name)
         for kind in ("all_reduce", "reduce_scatter"):
-            learned = shipped.latency(kind, 2**28, box.size, box)
+            learned = shipped.estimate(kind, 2**28, box.size, box).latency
             assert collective_cost(kind, 2**28, box.size, box).total == pytest.approx(
                 learned, rel=0.25
             )
