@@ -12,7 +12,7 @@ from ...common.types import JsonMapping, typed
 from ...features.devices.catalogue import find_device
 from ..core.store import JsonModel
 from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
-from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins, weighted_quantile
+from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins
 from .law import PowerLaw, Silicon, fit_law
 from .rows import PowerRows
 
@@ -171,8 +171,8 @@ class PowerModel(JsonModel):
             self.time_ends = ((low, high), (2.0 * low, 2.0 * high))
             self.unseen_ends = (2.0 * every[0], 2.0 * every[1])
             return
-        self.time_ends = ((low, high), including_zero(balanced(unseen.time, unseen.device)))
-        self.unseen_ends = including_zero(balanced(unseen.power, unseen.device))
+        self.time_ends = ((low, high), _balanced(unseen.time, unseen.device))
+        self.unseen_ends = _balanced(unseen.power, unseen.device)
 
     def to_dict(self) -> dict[str, object]:
         """Convert to plain data for JSON."""
@@ -280,7 +280,7 @@ def _law_ends(
         own = rows.take(at := np.flatnonzero(steady & (rows.device == name)))
         errors.append(np.log(share[at] / own.share(lacking.law, seconds[at])[0]))
         group += [f"{name} {f}" for f in family[at]]
-    return including_zero(balanced(np.concatenate(errors), np.array(group, object)))
+    return _balanced(np.concatenate(errors), np.array(group, object))
 
 
 def _law(
@@ -345,9 +345,8 @@ def _learned(
     )  # fmt: skip
 
 
-def balanced(errors: np.ndarray, group: np.ndarray) -> Ends:
-    """5 and 95 % quantiles of errors with equal weights per group."""
-    names, place, count = np.unique(group.astype(str), return_inverse=True, return_counts=True)
-    weight = 1.0 / count[place] / len(names)
-    low, high = (weighted_quantile(errors, weight, level) for level in (0.05, 0.95))
-    return low, high
+def _balanced(errors: np.ndarray, group: np.ndarray) -> Ends:
+    """Interval bounds of errors whose groups have equal weights."""
+    found = Calibrator[str]()
+    found.add_balanced("", errors, group)
+    return found.ends[""]

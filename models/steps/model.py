@@ -166,9 +166,8 @@ def interval_ends(
     found = Calibrator[str]()
     for tier, scores in errors.items():
         if scores:
-            groups = np.array([group for group, _ in scores])
-            _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-            found.add(tier, np.array([value for _, value in scores]), 1.0 / counts[index])
+            groups, values = map(np.array, zip(*scores, strict=True))
+            found.add_balanced(tier, values, groups)
     for better, worse in _LESS_SURE:
         # Less knowledge never narrows an interval.
         found.widen(worse, better)

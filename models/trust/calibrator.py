@@ -86,6 +86,11 @@ class Calibrator(Generic[Key]):
         low, high = (weighted_quantile(scores, own, (1 + side * COVERAGE) / 2) for side in (-1, 1))
         self.ends[key] = including_zero((low, high))
 
+    def add_balanced(self, key: Key, scores: np.ndarray, group: np.ndarray) -> None:
+        """Calibrate a key by scores whose groups have equal weights, including 0."""
+        _, index, counts = np.unique(group.astype(str), return_inverse=True, return_counts=True)
+        self.add(key, scores, 1.0 / counts[index])
+
     def widen(self, key: Key, known: Key) -> None:
         """Make the bounds of a less known key at least as wide as those of a known one."""
         if known in self.ends:

@@ -49,6 +49,14 @@ def test_few_scores_take_the_fallback() -> None:
     assert found.of(("few", "many"), (-9.0, 9.0)) == found.ends["many"]
 
 
+def test_a_group_weighs_the_same_with_one_score_as_with_many() -> None:
+    # Weights of 1/20 and 1: k - 10.5 is at (k - 0.5) / 40, which is 5 % for k = 2.5.
+    found = Calibrator[str]()
+    groups = np.array(["many"] * 20 + ["one"])
+    found.add_balanced("all", np.r_[np.arange(1.0, 21.0) - 10.5, 100.0], groups)
+    assert found.ends["all"] == pytest.approx((-8.0, 100.0))
+
+
 def test_few_scores_scale_an_interval_by_their_size_and_never_narrow_it() -> None:
     scores = np.linspace(-1.0, 2.0, MIN_SCORES)
     low, high = ends(scores)
