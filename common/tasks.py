@@ -113,16 +113,21 @@ def run_tasks(
             if not done:
                 return
             for reference in done:
-                try:
-                    yield places[reference], ray.get(reference)
-                except ray.exceptions.RayTaskError as error:
-                    if isinstance(error.cause, OpcastError):
-                        raise error.cause from None
-                    raise
+                yield places[reference], _result(ray, reference)
     finally:
         # The workers would continue while this process is connected.
         for reference in waiting:
             ray.cancel(reference, force=True)
+
+
+def _result(ray: Any, reference: Any) -> Any:
+    """Result of a task, or its original error if that is one of opcast's."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, OpcastError):
+            raise error.cause from None
+        raise
 
 
 def hosts_of(address: str, device: str) -> list[Host]:
@@ -192,10 +197,8 @@ def run_on_hosts(
             for reference in done:
                 host = running.pop(reference)
                 try:
-                    result = ray.get(reference)
-                except ray.exceptions.RayTaskError as error:
-                    if isinstance(error.cause, OpcastError):
-                        raise error.cause from None
+                    result = _result(ray, reference)
+                except ray.exceptions.RayTaskError:
                     raise
                 except ray.exceptions.RayError:  # Ray raises several classes for a lost node
                     lost(host)

@@ -19,6 +19,11 @@ JaxObject = Any
 T = TypeVar("T")
 
 
+def listed(value: object) -> list[object]:
+    """A copy of a list of JSON; empty if the value is not a list."""
+    return list(value) if isinstance(value, list) else []
+
+
 def typed(kind: type[T], value: Any, at: str) -> T:
     """Convert a JSON value to a type.
 

@@ -211,8 +211,8 @@ class CostModel:
             return context.apply(kernels, lowered, device, base_s)
         # A design takes the context of its base: its rates must not change what was learned.
         ratio = roofline_ratio(lowered.kernels, device, base)[0]
-        there = context.apply(_scaled(kernels, 1.0 / ratio), lowered, base)
-        return _scaled(there, ratio)
+        there = context.apply(kernels.scaled(1.0 / ratio), lowered, base)
+        return there.scaled(ratio)
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
         """Manifest and files of the model folder (see :class:`~.core.base.ModelBundle`)."""
@@ -297,8 +297,3 @@ def _context(stored: JsonMapping | None, files: Mapping[str, bytes]) -> ContextC
         return None
     raw = [files[_CONTEXT.format(i)] for i in range(stored["trees"])]
     return ContextCorrection.from_dict(stored, raw)
-
-
-def _scaled(kernels: KernelPrediction, ratio: np.ndarray) -> KernelPrediction:
-    ends = {key: getattr(kernels, key) * ratio for key in ("latency", "lo", "hi")}
-    return replace(kernels, **ends)

@@ -220,22 +220,6 @@ def at_present_speed(
     )
 
 
-def at_higher_speed(
-    prediction: KernelPrediction, kernels: Sequence[Kernel], speed: Comparison
-) -> KernelPrediction:
-    """Scale latencies of kernels whose class is faster now, for a program's lower bound."""
-    factor = 1.0 / kernel_speeds(prediction.bound, kernels, speed.ratios)
-    return replace(prediction, latency=prediction.latency * np.minimum(factor, 1.0))
-
-
-def program_at_present_speed(
-    now: ProgramPrediction, others: Sequence[ProgramPrediction]
-) -> ProgramPrediction:
-    """Widen the interval of a program at the present speed to include those at other speeds."""
-    every = [now, *others]
-    return now._replace(lo=min(p.lo for p in every), hi=max(p.hi for p in every))
-
-
 def in_program_at_speeds(
     model: CostModel, lowered: LoweredProgram, device: DeviceSpec, isolated: KernelPrediction
 ) -> tuple[KernelPrediction, ProgramPrediction]:
@@ -253,7 +237,8 @@ def in_program_at_speeds(
     kernels, program = model.predict_in_program(lowered, device, isolated)
     others = []
     if (speed := speed_of(device)).ratios:
-        faster = at_higher_speed(isolated, lowered.kernels, speed)
+        factor = 1.0 / kernel_speeds(isolated.bound, lowered.kernels, speed.ratios)
+        faster = replace(isolated, latency=isolated.latency * np.minimum(factor, 1.0))
         others = [program, model.predict_program(lowered, device, faster)]
         isolated = at_present_speed(isolated, lowered.kernels, speed)
         kernels, program = model.predict_in_program(lowered, device, isolated)
@@ -268,7 +253,8 @@ def in_program_at_speeds(
             for own in (slow, fast)
         ]
         kernels = replace(kernels, lo=kernels.lo * fast, hi=kernels.hi * slow)
-    return kernels, program_at_present_speed(program, others) if others else program
+    every = [program, *others]
+    return kernels, program._replace(lo=min(p.lo for p in every), hi=max(p.hi for p in every))
 
 
 def kernel_speeds(

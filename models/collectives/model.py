@@ -18,7 +18,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import check_measured
-from ...common.types import JsonMapping, typed
+from ...common.types import JsonMapping, listed, typed
 from ..core.store import JsonModel
 from ..trust.calibrator import Ends
 from .curve import PARAMETERS
@@ -157,7 +157,7 @@ class CollectiveModel(JsonModel):
         # Bounds below a library; wider pools keep those of the first fit.
         own = {key: ends for key, ends in fresh.ends.items() if key.count("/") >= LIBRARY_DEPTH}
         errors = _errors(table, group, np.log(latency / left_out), folds, fresh, related)
-        joined = [*_listed(self.provenance.get("joined")), {**about, "errors": errors}]
+        joined = [*listed(self.provenance.get("joined")), {**about, "errors": errors}]
         return type(self)(
             fit(table, latency),
             Intervals(self.intervals.ends | own),
@@ -167,7 +167,7 @@ class CollectiveModel(JsonModel):
 
     def joined_errors(self) -> pd.DataFrame:
         """Errors of the libraries that were joined last, by what was held out, in per cent."""
-        last = _listed(self.provenance.get("joined"))[-1:]
+        last = listed(self.provenance.get("joined"))[-1:]
         errors = last[0].get("errors") if last and isinstance(last[0], dict) else None
         return pd.DataFrame.from_dict(errors or {}, orient="index")
 
@@ -330,10 +330,6 @@ def _errors(
                         "covered": round(100 * float(inside[own].mean()), 1),
                     }
     return result
-
-
-def _listed(value: object) -> list[object]:
-    return list(value) if isinstance(value, list) else []
 
 
 def _fold_scores(

@@ -106,7 +106,7 @@ class XGBoostEstimator(TabularEstimator):
     @property
     def ranks(self) -> bool:
         """Whether it learns an order within queries."""
-        return bool(self.params.objective == "pairwise")
+        return self.params.objective == "pairwise"
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         # Constant columns (other devices, unused libraries) cost time and dilute the column draw.
@@ -155,7 +155,7 @@ class XGBoostEstimator(TabularEstimator):
 
         values = np.take(table.X, self._columns, axis=1)
         stop = self._held_back(groups)
-        options = {"max_bin": self.params.max_bin, "nthread": self._n_jobs}
+        options = {"max_bin": self.params.max_bin, "nthread": self.params.n_jobs}
         train = xgb.QuantileDMatrix(values[~stop], target[~stop], **options)
         held = None
         if stop.any():
@@ -188,13 +188,9 @@ class XGBoostEstimator(TabularEstimator):
             "lambda": p.reg_lambda,
             "max_bin": p.max_bin,
             "seed": p.seed,
-            "nthread": self._n_jobs,
+            "nthread": self.params.n_jobs,
             "verbosity": 0,
         }
-
-    @property
-    def _n_jobs(self) -> int:
-        return int(self.params.n_jobs)
 
     def _ratio(self, table: KernelTable) -> np.ndarray:
         if self._score_map is not None:
@@ -224,10 +220,14 @@ class XGBoostEstimator(TabularEstimator):
         """
         if self.ranks or not self._covers:
             return None
-        values = np.take(table.X, self._columns, axis=1)
+        import xgboost as xgb
+
+        matrix = xgb.DMatrix(np.take(table.X, self._columns, axis=1))
         columns = np.append(self._columns, table.X.shape[1])
         shap = np.zeros((len(table), table.X.shape[1] + 1))
-        shap[:, columns] = _contributions(self._fitted.booster, values)
+        shap[:, columns] = self._fitted.booster.predict(
+            matrix, pred_contribs=True, validate_features=False
+        )
         return shap
 
     def _weights(self) -> dict[str, bytes]:
@@ -242,7 +242,7 @@ class XGBoostEstimator(TabularEstimator):
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
         small = _TREES[True] in files
-        self._trees = saved_trees(files[_TREES[small]], small=small, threads=self._n_jobs)
+        self._trees = saved_trees(files[_TREES[small]], small=small, threads=self.params.n_jobs)
         self._covers = not small
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
         if self.ranks:
@@ -281,10 +281,3 @@ def _alike(booster: Booster, values: np.ndarray) -> np.ndarray:
         xgb.DMatrix(values), pred_leaf=True, validate_features=False, iteration_range=few
     )
     return np.lexsort(np.reshape(leaves, (len(values), -1)).T[::-1])
-
-
-def _contributions(booster: Booster, values: np.ndarray) -> np.ndarray:
-    import xgboost as xgb
-
-    shap = booster.predict(xgb.DMatrix(values), pred_contribs=True, validate_features=False)
-    return np.asarray(shap, np.float64)

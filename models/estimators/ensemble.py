@@ -143,13 +143,9 @@ class EnsembleEstimator(TabularEstimator):
         self.members: dict[str, TabularEstimator] = {}
         self.weights = np.full((len(CELLS), len(members)), 1.0 / len(members))
 
-    def make_member(self, name: str) -> TabularEstimator:
-        """An unfitted member."""
-        return cast("TabularEstimator", make_estimator(name, **self.member_params(name)))
-
     def member_params(self, name: str) -> dict[str, object]:
         """Parameters of a member: seed and threads if it takes them, and its own."""
-        accepted = _accepted(name)
+        accepted = inspect.signature(_table_class(name)).parameters.keys()
         general = {k: v for k, v in self.settings.items() if k in accepted & {"seed", "n_jobs"}}
         return {**general, **self.params.member_params.get(name, {})}
 
@@ -168,7 +164,8 @@ class EnsembleEstimator(TabularEstimator):
         latency = table.base_s * np.exp(target)
         made = {}
         for name in self.params.members:
-            made[name] = self.make_member(name).fit_table(table, latency, groups)
+            member = make_estimator(name, **self.member_params(name))
+            made[name] = cast("TabularEstimator", member).fit_table(table, latency, groups)
             made[name].domain = None
         return made
 
@@ -246,10 +243,6 @@ def _table_class(name: str) -> type[TabularEstimator]:
             hint=f"members are estimators such as {', '.join(MEMBERS)}",
         )
     return cls
-
-
-def _accepted(name: str) -> set[str]:
-    return set(inspect.signature(_table_class(name)).parameters)
 
 
 def _ratios(members: Mapping[str, TabularEstimator], table: KernelTable) -> np.ndarray:

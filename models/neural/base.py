@@ -19,13 +19,16 @@ from ..core.kernel_table import KernelTable
 from ..core.store import pack_tensors, unpack_tensors
 from ..estimators.tabular import TabularEstimator
 from ..training_data.splits import stop_rows
-from .batches import Scaling
+from .batches import GraphBatch, GraphRows, Scaling, TableBatch, TableRows
 
 logger = logging.getLogger(__name__)
 
 W = TypeVar("W")
 #: Weights of a network by name.
 Weights = dict[str, np.ndarray]
+#: Kernels before batching, and a padded batch: their features, optionally with their graphs.
+Rows = TableRows | GraphRows
+Batch = TableBatch | GraphBatch
 
 #: Share of the steps with rising learning rate: Adam's estimates of the second moment vary too much
 #: in the first steps (Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, ICLR
@@ -178,35 +181,6 @@ class NetworkParams(Params):
     seed: int = 0
 
 
-class Batch(Protocol):
-    """Input of a network, padded: features of kernels, optionally with their graphs."""
-
-    @property
-    def y(self) -> np.ndarray:
-        """Log-ratios, float32, shape ``(rows,)``; zero if there are none."""
-
-    @property
-    def weight(self) -> np.ndarray:
-        """1 for a kernel and 0 for padding, float32, shape ``(rows,)``."""
-
-
-class Rows(Protocol):
-    """Kernels before batching."""
-
-    @property
-    def y(self) -> np.ndarray:
-        """Log-ratios, float32, shape ``(rows,)``."""
-
-    def take(self, rows: np.ndarray) -> Self:
-        """The given rows, by position or mask."""
-
-    def batches(self, most: int) -> Iterator[Batch]:
-        """All rows in order, at most ``most`` per batch."""
-
-    def training_batches(self, order: np.ndarray) -> Iterator[tuple[int, Batch]]:
-        """Step number and batch for the rows of every step, shape ``(steps, rows)``."""
-
-
 class Network(Protocol):
     """The layers in one library, with their weights."""
 
@@ -259,7 +233,7 @@ class NeuralEstimator(TabularEstimator):
         self.bound = Bound.fit(target)
         p, rows = self.params, self._rows(table, target.astype(np.float32))
         stop = stop_rows(groups, p.seed)
-        held = list(rows.take(stop).batches(p.batch))
+        held: list[Batch] = list(rows.take(stop).batches(p.batch))
         self.weights = best_epoch(
             self._epochs(rows.take(~stop)),
             (lambda weights: self._error(weights, held)) if held else None,

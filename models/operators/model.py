@@ -16,7 +16,7 @@ import numpy as np
 
 from ...common.errors import ModelError
 from ...common.files import own_data
-from ...common.types import JsonMapping
+from ...common.types import JsonMapping, listed
 from ...features.devices.catalogue import find_described, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec, usable_cores
 from ...features.operators.columns import OpRows
@@ -125,9 +125,9 @@ class OpModel:
         result.devices = self.devices | other.devices
         result.versions = joined_versions(self.versions, other.versions)
         # The first model's provenance is kept, with the other's below "added".
-        added = [*_listed(self.info.get("added")), {**other.info, "families": [*other.families]}]
+        added = [*listed(self.info.get("added")), {**other.info, "families": [*other.families]}]
         # Figures of families that are replaced do not describe the result.
-        figures = [f for f in _listed(self.info.get("metrics")) if not _is_of(f, other.families)]
+        figures = [f for f in listed(self.info.get("metrics")) if not _is_of(f, other.families)]
         result.info = {**self.info, "added": added}
         if "metrics" in self.info:
             result.info["metrics"] = figures
@@ -376,10 +376,6 @@ def _threads() -> int:
 
 def _is_of(figure: object, families: Mapping[str, FamilyModel]) -> bool:
     return isinstance(figure, Mapping) and figure.get("key") in families
-
-
-def _listed(value: object) -> list[object]:
-    return list(value) if isinstance(value, list) else []
 
 
 def _folder(key: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +16,7 @@ from ...features.operators.hlo import op_frame
 from ...features.operators.physics import BACKENDS, KERNEL_WORDS
 from ...features.operators.query import with_defaults
 from ...features.operators.schema import ALIKE, BLOCKS, NAMES
+from ..training_data.splits import draw
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,7 +102,7 @@ def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
     for column in columns[1:]:
         text = text + "|" + rows[column].astype(str)
     code, names = pd.factorize(text)
-    return np.array([_draw(f"{seed}:{key}:{name}") for name in names])[code]
+    return np.array([draw(f"{key}:{name}", seed) for name in names])[code]
 
 
 def group_names(rows: pd.DataFrame | OpRows, key: str) -> np.ndarray:
@@ -221,12 +221,6 @@ def _joined(rows: pd.DataFrame | OpRows, columns: tuple[str, ...]) -> np.ndarray
     code, values = OpRows.of(rows).combined(columns)
     joined = np.array(["".join(f"|{text}" for text in own) for own in values], object)
     return np.asarray(joined[code])
-
-
-def _draw(text: str) -> float:
-    # A digest rather than a generator: a group's draw does not depend on the other rows.
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
 
 
 def among(values: np.ndarray, names: Collection[str]) -> np.ndarray:

@@ -120,10 +120,15 @@ def _beyond(scores: np.ndarray, ends: np.ndarray) -> float:
 
 
 @cache
+def _shipped(platform: str, key: str) -> dict[str, Ends]:
+    """Shipped bounds of a platform by name; empty if it was not compared."""
+    kept = json.loads(FILE.read_text())["platforms"].get(platform, {})
+    return {name: (lo, hi) for name, (lo, hi) in kept.get(key, {}).items()}
+
+
 def shipped(platform: str) -> Mapping[str, Ends]:
     """Shipped bounds by group; empty for a platform that was not compared."""
-    kept = json.loads(FILE.read_text())["platforms"].get(platform, {"ends": {}})
-    return {group: (lo, hi) for group, (lo, hi) in kept["ends"].items()}
+    return _shipped(platform, "ends")
 
 
 def _passed(lowered: LoweredProgram) -> float:
@@ -184,11 +189,9 @@ def uncertain_counts(lowered: LoweredProgram) -> dict[str, float]:
     return {what: share for what, share in found.items() if share > COUNTS[what]}
 
 
-@cache
 def shipped_counts(platform: str) -> Mapping[str, Ends]:
     """Ratio of the compiler's counts to ours for :func:`uncertain_counts`: 5 and 95 % bounds."""
-    kept = json.loads(FILE.read_text())["platforms"].get(platform, {})
-    return {what: (lo, hi) for what, (lo, hi) in kept.get("counts", {}).items()}
+    return _shipped(platform, "counts")
 
 
 def count_note(lowered: LoweredProgram, device: DeviceSpec) -> tuple[str, ...]:

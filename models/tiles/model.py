@@ -20,9 +20,9 @@ from .rows import TileRows, keys_of
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: Trees and depth of the models of known and of unseen devices, where fewer and shallower trees
-#: transfer better; and least rows in a leaf.
-_KNOWN, _GENERAL, _LEAF = (300, 6), (150, 5), 3
+#: Number of trees, depth and least rows in a leaf of the models of known and of unseen devices,
+#: where fewer and shallower trees transfer better.
+_KNOWN, _GENERAL = (300, 6, 3), (150, 5, 3)
 #: Folds over problems, for errors on unseen shapes.
 FOLDS = 5
 #: Bounds without any calibration.
@@ -158,7 +158,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
     problems = np.array([str(s).split("|", 1)[1] for s in rows.subject])
     _, problem = np.unique(problems, return_inverse=True)
     fold = default_rng(seed).permutation(problem.max() + 1)[problem] % FOLDS
-    shapes = _left_out(own, target, fold, _KNOWN, seed)
+    shapes = _left_out(own, target, fold, seed)
     columns = {"device": rows.device, "op": rows.names[:, 0], "implementation": rows.names[:, 1]}
     carries = ~faulty(pd.DataFrame(columns), "local")
     others = np.zeros(len(rows))
@@ -176,7 +176,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
         keys,
         sorted({f"{d}|{op}" for d, op in zip(rows.device, rows.names[:, 0], strict=True)}),
         (
-            SavedTrees(compact(_grow(own, target, every, _KNOWN, seed))),
+            SavedTrees(compact(grow(own, target, every, *_KNOWN, seed))),
             SavedTrees(compact(trees)),
         ),
         intervals,
@@ -204,7 +204,7 @@ def _grow_general(
             rest[own] -= middle
             found.setdefault(f"{label}|{rows.platform[own][0]}", {})[device] = middle
     offsets = {key: float(np.mean([*by_device.values()])) for key, by_device in found.items()}
-    return offsets, _grow(features, rest, some, _GENERAL, seed)
+    return offsets, grow(features, rest, some, *_GENERAL, seed)
 
 
 def _offset(rows: TileRows, offsets: dict[str, float]) -> np.ndarray:
@@ -221,20 +221,12 @@ def _offset(rows: TileRows, offsets: dict[str, float]) -> np.ndarray:
     return found
 
 
-def _left_out(
-    features: np.ndarray, target: np.ndarray, fold: np.ndarray, size: tuple[int, int], seed: int
-) -> np.ndarray:
+def _left_out(features: np.ndarray, target: np.ndarray, fold: np.ndarray, seed: int) -> np.ndarray:
     errors = np.zeros(len(target))
     for number in np.unique(fold):
         out = fold == number
-        errors[out] = (target - applied(_grow(features, target, ~out, size, seed), features))[out]
+        errors[out] = (target - applied(grow(features, target, ~out, *_KNOWN, seed), features))[out]
     return errors
-
-
-def _grow(
-    features: np.ndarray, target: np.ndarray, rows: np.ndarray, size: tuple[int, int], seed: int
-) -> Booster:
-    return grow(features, target, rows, *size, _LEAF, seed)
 
 
 @dataclass(frozen=True)

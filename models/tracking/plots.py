@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from ..trust.calibrator import COVERAGE
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 _BINS = 12
 #: Panels per row in the plot of a calibration.
 _PANELS = 4
-#: Nominal coverage of the intervals, as ``COVERAGE`` in :mod:`opcast.models.trust.calibrator`.
-NOMINAL = 0.9
 
 
 def all_figures(frame: pd.DataFrame, title: str) -> dict[str, Figure]:
@@ -90,7 +90,7 @@ def interval_calibration(frame: pd.DataFrame, title: str) -> Figure:
     factors = np.linspace(0, 2, 41)
     inside = [np.mean((error <= f * above) & (error >= f * below)) for f in factors]
     axes.plot(factors, inside)
-    axes.axhline(NOMINAL, color="black", linewidth=0.8)
+    axes.axhline(COVERAGE, color="black", linewidth=0.8)
     axes.axvline(1.0, color="black", linewidth=0.8)
     return figure
 

@@ -9,7 +9,6 @@ combinations that ranges miss, and cost one table look-up each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -95,7 +94,7 @@ class Domain:
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """Pairs of key features, as positions in :attr:`keys`."""
-        return list(_pairs(len(self.keys))) if len(self.keys) > 1 else [(0, 0)]
+        return list(combinations(range(len(self.keys)), 2)) or [(0, 0)]
 
     @property
     def high(self) -> np.ndarray:
@@ -183,13 +182,9 @@ def key_columns(table: KernelTable) -> np.ndarray:
     return np.sort(widest[spread[widest] > 0]) if (spread > 0).any() else np.array([0])
 
 
-def _pairs(count: int) -> Sequence[tuple[int, int]]:
-    return list(combinations(range(count), 2))
-
-
 @cache
 def _sides(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and second member of each of :func:`_pairs`."""
+    """First and second members of all pairs of ``count`` numbers."""
     return np.triu_indices(count, 1)
 
 
