@@ -239,13 +239,13 @@ OpOpt = Annotated[
     Option("Instead of a program, a library operator: 'linear m=1 n=4096 k=4096 dtype=bf16'."),
 ]
 TrainOpt = Annotated[
-    str, Option("Of a PyTorch program, a full training step by: adamw, adam, sgd or momentum.")
+    str, Option("Full training step of a PyTorch program by adamw, adam, sgd or momentum.")
 ]
 LossOpt = Annotated[
     str, Option("With --train: cross_entropy or sum; else the module returns its loss.")
 ]
 TorchFrameworkOpt = Annotated[
-    str, Option("A PyTorch program's kernels: xla, torch-eager, torch-compiled; or a,b of them.")
+    str, Option("Kernels of a PyTorch program: xla, torch-eager, torch-compiled; or several, a,b.")
 ]
 DeviceOpt = Annotated[str, Option("Name (opcast device --list), device file, or 'local'.")]
 DeviceList = Annotated[
@@ -259,7 +259,7 @@ Devices = Annotated[
 OwnDevices = Annotated[
     Sequence[str],
     Option(
-        "File of a device of the table that is not in the catalogue; may be given again.",
+        "File of a device in the table, if not in the catalogue; may be given again.",
         ("--device",),
     ),
 ]
@@ -267,15 +267,17 @@ ModelOpt = Annotated[str, Option("Model name or folder (opcast models).")]
 OperatorModelOpt = Annotated[str, Option(_ROOFLINE)]
 DeviceIndex = Annotated[
     int | None,
-    Option("Device of a trace of several; by default all, if they ran the same.", least=0),
+    Option(
+        "Index of the device in a trace of several; by default all, if they ran the same.", least=0
+    ),
 ]
 NextOpt = Annotated[
     int,
-    Option("Name so many runs that would narrow the interval most.", ("--next",), least=0),
+    Option("Number of runs to suggest that would narrow the interval most.", ("--next",), least=0),
 ]
 PriceOpt = Annotated[
     float | None,
-    Option("Price of a device for an hour, in any currency: prints the cost.", least=0.0),
+    Option("Price of a device per hour, in any currency; prints the cost.", least=0.0),
 ]
 PowerCapOpt = Annotated[
     float | None,
@@ -286,14 +288,16 @@ PowerCapOpt = Annotated[
         metavar="WATTS",
     ),
 ]
-FrameworkOpt = Annotated[str, Option("Framework that runs it, such as nanotron; else an average.")]
+FrameworkOpt = Annotated[str, Option("Framework, such as nanotron; by default an average.")]
 SourceOpt = Annotated[
-    str, Option("Whose cluster it is, as in tables of steps, such as one of 'calibrate'.")
+    str, Option("Owner of the cluster, as in tables of steps, such as one of 'calibrate'.")
 ]
 CompiledOpt = Annotated[
     bool, Option("Steps are compiled, or replayed as CUDA graphs.", ("--compiled",))
 ]
-StepModelOpt = Annotated[str, Option("File of 'opcast calibrate --steps', for your own cluster.")]
+StepModelOpt = Annotated[
+    str, Option("File written by 'opcast calibrate --steps' for your own cluster.")
+]
 LoweringOpt = Annotated[str, Option("auto, xla, fused or op.")]
 Fallback = Annotated[str, Option("Lowering to use if the device's compiler is missing or fails.")]
 Trips = Annotated[

@@ -215,7 +215,7 @@ class CostModel:
         return there.scaled(ratio)
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
-        """Manifest and files of the model folder (see :class:`~.core.base.ModelBundle`)."""
+        """Manifest, with :attr:`info`, and files of the model folder by relative name."""
         files = contents_of(lambda root: self.estimator.save(root / _ESTIMATOR))
         if self.neighbour_file:
             files[_NEIGHBOURS] = self.neighbour_file

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..features.dataset import Dataset
     from ..features.devices.device import DeviceSpec
-    from ..models.core.base import KernelPrediction, ModelBundle
+    from ..models.core.base import KernelPrediction
     from ..models.core.kernel_table import KernelTable
     from ..models.cost_model import CostModel
     from ..models.operators import OpModel
@@ -287,7 +287,7 @@ def _kernel_trial(
     )
 
 
-def save_adapted(console: Console, model: ModelBundle, settings: CalibrateSettings) -> None:
+def save_adapted(console: Console, model: CostModel | OpModel, settings: CalibrateSettings) -> None:
     """Save an adapted model with its settings if an output folder is given."""
     out = settings.out
     if out is None:

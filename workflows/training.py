@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
     from ..features.dataset import Dataset
     from ..features.devices.device import DeviceSpec
-    from ..models.core.base import ModelBundle
+    from ..models.cost_model import CostModel
+    from ..models.operators.model import OpModel
     from ..models.tracking.mlflow_store import RunLog
 
 
 logger = logging.getLogger(__name__)
 
 
-def keep_model(model: ModelBundle, settings: TrainSettings, name: str) -> Path:
+def keep_model(model: CostModel | OpModel, settings: TrainSettings, name: str) -> Path:
     """Save a trained model and its settings to the requested folders.
 
     Args:

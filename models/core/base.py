@@ -104,44 +104,6 @@ class Params:
     """Keywords of an estimator with their defaults; base class of each estimator's parameters."""
 
 
-class ModelBundle(Protocol):
-    """A saved model of programs or operators, as listed, registered and loaded by commands.
-
-    Attributes:
-        devices: Devices that it was fitted or calibrated to, by name.
-        info: Provenance of the training: dataset hash, seed, metrics.
-    """
-
-    devices: dict[str, DeviceSpec]
-    info: dict[str, object]
-
-    def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
-        """Contents of the model folder.
-
-        Returns:
-            Plain data of the manifest, :attr:`info` included, and the contents of all other files
-            by relative name.
-        """
-        ...
-
-    def save(self, path: Path | str) -> None:
-        """Write the model folder; replaces an earlier model at the same place.
-
-        Raises:
-            ModelError: The place holds something that is not a model.
-        """
-        ...
-
-    @classmethod
-    def load(cls, path: Path | str) -> Self:
-        """Read a model folder.
-
-        Raises:
-            ModelError: The folder is missing, damaged, or holds another kind of model.
-        """
-        ...
-
-
 @runtime_checkable
 class Estimator(Protocol):
     """Learns and predicts kernel latency; named by entry points ``opcast.estimators``."""

@@ -246,7 +246,7 @@ class OpModel:
         self.versions = joined_versions(self.versions, here)
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
-        """Manifest and files of the folder, as :class:`~opcast.models.core.base.ModelBundle`."""
+        """Manifest, with :attr:`info`, and files of the model folder by relative name."""
         families: dict[str, object] = {}
 
         def save_families(root: Path) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import ModelError
-from opcast.models.core.base import ModelBundle
 from opcast.models.core.store import (
     FORMAT,
     MANIFEST,
@@ -106,9 +105,9 @@ def test_manifests_of_other_estimators_and_features_are_refused(tmp_path: Path) 
         check_schema(tmp_path, {"schema_hash": "a"}, "b")
 
 
-def test_both_kinds_of_models_are_bundles() -> None:
-    bundles: list[ModelBundle] = [CostModel.untrained("roofline"), OpModel()]
-    manifests = [bundle.contents()[0] for bundle in bundles]
+def test_a_manifest_states_whether_its_model_predicts_operators() -> None:
+    models: list[CostModel | OpModel] = [CostModel.untrained("roofline"), OpModel()]
+    manifests = [model.contents()[0] for model in models]
     assert [predicts_operators(m) for m in manifests] == [False, True]
     assert manifests[1]["kind"] == OPERATORS
 

@@ -12,13 +12,12 @@ from opcast.models.core.registry import estimator_class, make_estimator
 from opcast.models.training.tuning import (
     TrialRecord,
     Tuning,
-    mean_abs_log,
-    median_ape,
     read_params,
     search_space,
     tune,
     write_params,
 )
+from opcast.models.training_data.metrics import mean_abs_log, median_ape
 from opcast.models.training_data.prepared import PreparedDataset
 
 pytest.importorskip("optuna", reason="the search needs optuna, of the extra tune")
