@@ -8,8 +8,10 @@ import pytest
 from jax import export
 
 from opcast.common.errors import ProgramError
+from opcast.features.ir.hlo_printer import print_hlo
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import Op, Program
+from opcast.features.ir.reader import read_program
 from opcast.features.ir.stablehlo_reader import read_mlir
 
 X = jax.ShapeDtypeStruct((4,), "float32")
@@ -221,3 +223,6 @@ def test_a_count_that_a_loop_cannot_have_is_refused() -> None:
     assert trips(read_mlir(text, "f.mlir", trip_counts={loop.name: 11})) == [11]
     with pytest.raises(ProgramError, match="runs 11 times, as its condition says, not 4"):
         read_mlir(text, "f.mlir", trip_counts={loop.name: 4})
+    hlo = print_hlo(read_mlir(text))
+    with pytest.raises(ProgramError, match="runs 11 times, as its condition says, not 4"):
+        read_program(hlo, trip_counts={loop.name: 4})
