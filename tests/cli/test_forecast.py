@@ -97,7 +97,7 @@ def test_questions_that_cannot_be_asked(tmp_path, questions, said):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("question,measured\nz,1\n", "measures z"),
+        ("question,measured\nz,1\n", "not forecast: z"),
         ("a,b\n1,2\n", "columns question and measured"),
         ("question,measured\na,200us\n", "m.csv: question a: measured is 200us,"),
         ("question,measured\na,-1700\n", "m.csv: question a: measured is -1700,"),

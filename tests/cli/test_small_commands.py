@@ -186,7 +186,7 @@ def test_the_batch_of_a_step_that_donates_nothing_is_found(tmp_path):
     said = invoke("partition", f"{tmp_path / 'own.py'}:step", "--mesh", "dp=8", "--out", str(out))
     assert "taking x, y as the batch" in said
     # Gradients of both parameters, 2 · 256 · 512 of 4 bytes, and the loss.
-    assert "collectives move 1.0 MiB a run" in said
+    assert "collectives move 1.0 MiB per run" in said
     assert "num_partitions = 8" in out.read_text() and "tensor<8x256xf32>" in out.read_text()
 
 

@@ -55,7 +55,7 @@ def test_with_a_price_a_dear_run_comes_last() -> None:
 def test_no_run_is_named_where_measurements_scatter_as_much() -> None:
     sure = Interval(1.0, exp(-0.05), exp(0.05))
     found = next_runs(sure, RUNS, [ALIKE], 1, kind="operator")
-    assert found.runs == () and "scatter" in found.notes[0]
+    assert found.runs == () and "measurement noise" in found.notes[0]
 
 
 def test_an_operator_itself_tells_most_of_it() -> None:

@@ -241,7 +241,7 @@ def test_a_page_can_be_fetched_again_until_it_makes_room(client: Client, tasks: 
     place = client.post("/v1/report", json=PROGRAM).headers["Content-Location"]
     assert client.get(place).text == "<p>page</p>"
     answer = client.get("/v1/report/0123")
-    assert answer.status_code == 404 and "kept" in answer.json()["what"]
+    assert answer.status_code == 404 and "no such page in the cache" in answer.json()["what"]
 
 
 def test_unknown_paths_and_methods_are_refused_in_the_same_form(client: Client) -> None:

@@ -228,7 +228,7 @@ def test_serving_is_simulated_as_on_the_command_line(ask):
         (KERNELS, {"device": "h100-sxm", "ops": [LINEAR.format(0)]}, 422, "m=0 is not from 1"),
         (KERNELS, {"device": "h100-sxm", "ops": []}, 422, "at least 1"),
         (KERNELS, {"device": "h100-sxm", "ops": ["x"], "kernels": ["x"]}, 422, "not permitted"),
-        (KERNELS, {"device": "h100-sxm", "ops": ["x"] * 1001}, 413, "at most 1000"),
+        (KERNELS, {"device": "h100-sxm", "ops": ["x"] * 1001}, 413, "exceed the limit of 1000"),
         (KERNELS, {"device": "h100-sxm", "ops": ["x"], "model": "other"}, 404, "is served"),
         (KERNELS, {"device": "h100-sxm", "ops": ["x"], "fields": ["time"]}, 422, "no field"),
         (KERNELS, {"device": "x.yaml", "ops": ["x"]}, 404, "not the name of a device"),

@@ -91,7 +91,7 @@ def test_every_error_is_an_answer(error, status, what):
 def test_json_has_no_infinity(monkeypatch):
     monkeypatch.setitem(fork_server._KINDS, "program", lambda *_: {"latency_us": float("inf")})
     status, body = fork_server.answer({}, {"kind": "program"}, b"")
-    assert status == 422 and b"not finite" in body
+    assert status == 422 and b"infinite figures" in body
 
 
 def test_files_of_pytorch_are_loaded_where_the_operator_allows_it(tmp_path):

@@ -282,7 +282,9 @@ def test_answers_below_their_floor_or_far_off_teach_nothing(plain: pd.DataFrame)
     said: list[str] = []
     _, found = calibrate_serving(asked, None, ServingModel(), Path(), said.append)
     assert found["runs"].tolist() == [4] and found["before"][0] == pytest.approx(0.0, abs=0.01)
-    assert "is below its floor of" in said[0] and said[0].startswith(f"{asked['id'][0]}: tpot_ms")
+    assert "is below its floor of" in said[0] and said[0].startswith(
+        f"{asked['id'][0]}: not used: tpot_ms"
+    )
     assert "1,000 times as long as predicted" in said[1] and len(said) == 2
     # Neither do they where a table is judged after its own splits were learned from.
     told: list[str] = []

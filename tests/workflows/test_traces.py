@@ -137,7 +137,7 @@ def test_operators_of_a_trace_train_and_calibrate(tmp_path: Path) -> None:
     path = trace.save(tmp_path / "t.json.gz")
     data, params = tmp_path / "data", tmp_path / "params.json"
     assert "280 samples of h100-sxm, 100.0%" in run("data", "import", "trace", path, "--out", data)
-    assert "there already" in run("data", "import", "trace", path, "--out", data)
+    assert "already imported" in run("data", "import", "trace", path, "--out", data)
     params.write_text('{"rounds": 20}')
     out = tmp_path / "model"
     run("train", "--data", data, "--out", out, "--no-track", "--params", params)
@@ -196,4 +196,4 @@ def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
     unnamed.operator("aten::mm", [[8, 8], [8, 8]], [("k", 1.0)])
     path = unnamed.save(tmp_path / "u.json")
     text = run("data", "import", "trace", path, "--out", tmp_path / "out", status=1)
-    assert "name it with --device" in text
+    assert "give --device" in text

@@ -294,9 +294,7 @@ def _allowed(entry: object, old: str, new: str) -> Allowed:
         ValueError: It is invalid.
     """
     if not isinstance(entry, dict) or not {"program", "device"} <= entry.keys() <= set(_KEYS):
-        raise ValueError(
-            f"needs program and device, and may have others of {', '.join(_KEYS)}; not {entry!r}"
-        )
+        raise ValueError(f"needs program and device; keys are {', '.join(_KEYS)}; not {entry!r}")
     own: JsonMapping = entry
     listed = own["device"] if isinstance(own["device"], list) else str(own["device"]).split(",")
     devices = _devices(listed)

@@ -169,7 +169,7 @@ def test_an_unknown_chip_needs_a_description(tmp_path: Path) -> None:
         campaign_device(record, "tpu-v4")
     known = {**record, "hosts": [{"frameworks": {"jax": {"device_kind": "NVIDIA H200"}}}]}
     assert campaign_device(known, None).name == "h200-sxm"
-    with pytest.raises(DeviceError, match="h100-sxm is another device"):
+    with pytest.raises(DeviceError, match="h100-sxm is a different device"):
         campaign_device(known, "h100-sxm")
 
 
@@ -184,16 +184,16 @@ def test_a_cpu_is_described_by_itself_and_is_no_other_device(tmp_path: Path) -> 
     jax = {"device_kind": "cpu", "device_name": "cpu-x-2c"}
     record = {"platform": "cpu", "hosts": [{"frameworks": {"jax": jax}}]}
     assert campaign_device(record, None, own) is own
-    with pytest.raises(DeviceError, match=r"on a cpu \(cpu-x-2c\), h100-sxm is another"):
+    with pytest.raises(DeviceError, match=r"on a cpu \(cpu-x-2c\), but h100-sxm is a different"):
         campaign_device(record, "h100-sxm")
     # Without its ceilings it needs a file: of that machine, not of another one.
-    with pytest.raises(DeviceError, match="not known: cpu-x-2c"):
+    with pytest.raises(DeviceError, match="unknown: cpu-x-2c"):
         campaign_device(record, None)
     file = tmp_path / "cpu.json"
     file.write_text(own.to_json())
     assert campaign_device(record, str(file)) == own
     file.write_text(replace(own, name="cpu-y-2c").to_json())
-    with pytest.raises(DeviceError, match="cpu-y-2c is another device"):
+    with pytest.raises(DeviceError, match="cpu-y-2c is a different device"):
         campaign_device(record, str(file))
     # What models were trained on is known by its name.
     trained = next(name for name, spec in trained_devices().items() if spec.platform == "cpu")

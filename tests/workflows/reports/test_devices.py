@@ -186,7 +186,7 @@ def test_the_command_writes_figures_and_checks(tmp_path: Path) -> None:
     assert "met: no prediction is below its roofline with L2" in shown.output
     data = json.loads((tmp_path / "r.json").read_text())
     assert [r["device"] for r in data["rows"]] == ["h100-sxm", "l4"]
-    held = [check for check in data["checks"] if "held" in check["name"]]
+    held = [check for check in data["checks"] if "clamped" in check["name"]]
     clamped = {r["device"] for r in data["rows"] if r["clamped"]}
     assert [{text.split(":")[0] for text in check["failures"]} for check in held] == [clamped]
     assert all(not check["failures"] for check in data["checks"] if check not in held)

@@ -153,7 +153,7 @@ def test_a_program_that_is_new_is_held_to_its_limit_alone(repository, tmp_path):
         budget.write_text(entry % limit)
         done = opcast("diff", "HEAD", "--budget", budget, *FUSED, cwd=repository)
         assert done.returncode == status
-        assert "there is no HEAD:bench/other.py:step" in " ".join(done.stdout.split())
+        assert "no HEAD:bench/other.py:step" in " ".join(done.stdout.split())
     (repository / "bench" / "other.py").unlink()
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_predicted_hides_no_other_program(repository, tmp_path):
     done = opcast(*words, "--json", cwd=repository)
     assert done.returncode == 1, done.stderr
     fresh, other = json.loads(done.stdout)["results"]
-    assert fresh["notes"][0].startswith("there is no HEAD:bench/step.py:fresh")
+    assert fresh["notes"][0].startswith("no HEAD:bench/step.py:fresh")
     assert fresh["excess"] and not other["excess"]
     missing = "- {program: bench/step.py:none, device: 'h100-sxm, h200-sxm', limit: 1s}\n"
     budget.write_text(missing + (entries + last) % "1s")
@@ -292,10 +292,10 @@ def test_budgets_are_read(tmp_path):
         ("- {program: a, device: b, limit: x}", "not a duration"),
         # A gate that would never close: seconds where milliseconds were meant, or no device.
         ("- {program: a, device: b, limit: 12}", "no unit: write 12ms"),
-        ("- {program: a, device: [], limit: 1ms}", "names no device"),
-        ("- {program: a, device: 'b,', limit: 1ms}", "names no device"),
+        ("- {program: a, device: [], limit: 1ms}", "has no device"),
+        ("- {program: a, device: 'b,', limit: 1ms}", "has no device"),
         ("- {program: [a], device: b, limit: 1ms}", "not a file"),
-        ("- {program: a, device: b, slower: 1, most: 2}", "some of"),
+        ("- {program: a, device: b, slower: 1, most: 2}", "needs program and device"),
     ):
         path.write_text(text)
         with pytest.raises(OpcastError, match=said):
