@@ -31,6 +31,8 @@ _CLOSE = 0.82
 SIZES = {f.name: str(f.type) for f in fields(Workload) if f.type != "str" and f.name != "batch"}
 
 Row = TypeVar("Row")
+#: Default of a flag: whether it holds, or ``None`` if an empty cell decides nothing.
+Default = TypeVar("Default", bool, None)
 
 
 def case_data() -> Any:
@@ -186,8 +188,8 @@ class Cells:
         """Return a cell as an integer."""
         return round(self.number(name, default))
 
-    def flag(self, name: str, default: bool) -> bool:
-        """Return a cell as a flag."""
+    def flag(self, name: str, default: Default) -> bool | Default:
+        """Return a cell as a flag; the default if it is empty."""
         text = self.text(name).lower()
         return text in ("true", "1", "1.0", "yes") if text else default
 

@@ -100,7 +100,7 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
             max_batch=cell.count("max_num_seqs", 0),
             token_budget=cell.count("max_num_batched_tokens", 0)
             or next((own for way, own in budgets if method.startswith(way)), 0),
-            async_scheduling=cell.flag("async_scheduling", False) or None,
+            async_scheduling=cell.flag("async_scheduling", None),
             recv_interval=cell.count("recv_interval", 1),
             batch_wait_iters=cell.count("batch_wait_iters", 0),
             batch_wait_ratio=cell.number("batch_wait_ratio", 0.0),

@@ -213,7 +213,6 @@ class Engine:
         if self._patience() > 0:
             return []
         self.held = self.unchecked = 0
-        self.received = len(self.waiting)
         left = policy.token_budget - (self.batch if policy.mixed else 0)
         # A prompt runs on one rank, which has a share of the budget.
         most = policy.token_budget // policy.ranks
@@ -235,7 +234,6 @@ class Engine:
             if size > left and not policy.chunked and chunks:
                 break
             self.waiting.popleft()
-            self.received -= 1
             self.taken.admit(index, self._need(index))
             if self.ready:
                 self._start(index)
@@ -249,6 +247,7 @@ class Engine:
             self.partial.append([index, size])
             chunks.append((index, Chunk(count, hit)))
             left -= count
+        self.received = len(self.waiting)
         if chunks:
             # The queue is checked after every pass with prompts.
             self.unchecked = policy.poll

@@ -145,6 +145,14 @@ def simulated(row: ServingRow) -> Simulated:
     return ServingPredictor(None, ServingModel()).simulate(row.deployment, row.spec)
 
 
+def test_scheduling_of_a_row_goes_before_that_of_its_release() -> None:
+    for cell, told in {"": None, "yes": True, True: True, "no": False, False: False}.items():
+        row = serving_row({**DENSE, "async_scheduling": cell})
+        assert row.deployment.options.async_scheduling is told, cell
+    waits = {"recv_interval": 30, "framework": "SGLang"}
+    assert serving_row({**DENSE, **waits}).deployment.options.recv_interval == 30
+
+
 def test_accepted_drafts_make_steps_fewer_and_wider() -> None:
     row = serving_row({**DENSE, "spec_decode": "eagle", "spec_accept_len": 2.5})
     assert (row.deployment.options.drafts, row.deployment.options.accepted) == (2, 2.5)
