@@ -75,7 +75,10 @@ class CollectiveModel(JsonModel):
             devices; ``foreign`` if the library's operation was never measured on that fabric), with
             the index of ``frame``.
         """
-        table = collective_table(frame, find)
+        return pd.DataFrame(self.answer(collective_table(frame, find), own), index=frame.index)
+
+    def answer(self, table: CollectiveTable, own: bool = True) -> dict[str, np.ndarray]:
+        """Columns of :meth:`predict`, each of shape ``(n,)``, for rows that are arrays already."""
         latency = self.tree.predict_us(table) / 1e6
         # Depth 3 is the library's operation on the fabric; without it, the closest fitted group is
         # the operation on the fabric.
@@ -84,13 +87,12 @@ class CollectiveModel(JsonModel):
         calibrated = np.isin(table.machine, self.calibrated_machines) & (scope == "known")
         scope[calibrated] = "calibrated"
         lower, upper = self.intervals.find(scope, table)
-        columns = {
+        return {
             "latency_s": latency,
             "lo_s": latency * np.exp(lower),
             "hi_s": latency * np.exp(upper),
             "scope": scope,
         }
-        return pd.DataFrame(columns, index=frame.index)
 
     def calibrated(self, rows: pd.DataFrame, find: FindLinks) -> CollectiveModel:
         """Return a copy that is calibrated to the machines of measured rows.

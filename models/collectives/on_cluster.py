@@ -14,8 +14,6 @@ from functools import lru_cache
 from math import exp, prod
 from pathlib import Path
 
-import pandas as pd
-
 from ...common.errors import DeviceError
 from ...features.devices.catalogue import base_of, in_catalogue, read_device
 from ...features.devices.device import DeviceSpec
@@ -26,7 +24,7 @@ from .fit import LIKE, cell_key
 from .intervals import UNKNOWN
 from .links import Links
 from .model import CollectiveModel
-from .table import RING_PERMUTE
+from .table import RING_PERMUTE, one_collective
 
 #: Largest group on a machine that was not measured with as many devices: most published scale-up
 #: measurements are of boxes of eight, so that larger groups would be extrapolations.
@@ -209,21 +207,22 @@ def _learned(
     machines = {p[3] for p in paths if p[1] == asked.measured and library in (p[2], LIKE.get(p[2]))}
     # A calibration may have named the cluster itself, which takes precedence over the device.
     machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
-    row = {
-        "op": asked.measured,
-        "bytes": max(size * (world if asked.gathers else 1), 1.0),
+    table = one_collective(
+        asked.measured,
+        max(size * (world if asked.gathers else 1), 1.0),
         # A shift is one transfer between two devices per device.
-        "world_size": 2 if asked.measured == RING_PERMUTE else world,
-        "devices_per_node": inside,
-        "device": machine or spec.name,
-        "backend": library,
-    }
+        2 if asked.measured == RING_PERMUTE else world,
+        inside,
+        machine or spec.name,
+        library,
+        links,
+    )
     # Networks differ more than their data sheets (docs/collectives.md): across boxes, only
     # measurements of this machine and number of devices are used.
     cell = cell_key(("network", asked.measured, library, machine), world)
     if len(dims) > 1 and cell not in model.tree.residuals:
         return None
-    prediction = model.predict(pd.DataFrame([row]), lambda _: links, own=own).iloc[0]
+    prediction = {name: own[0] for name, own in model.answer(table, own).items()}
     measured = prediction["scope"] in ("known", "calibrated")
     if prediction["scope"] == "foreign" or (world > MOST_DEVICES and not measured):
         return None

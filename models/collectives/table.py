@@ -124,19 +124,49 @@ def collective_table(frame: pd.DataFrame, find: Callable[[str], Links]) -> Colle
     _check(frame)
     machine = _machines(frame)
     links = machine_links(machine, find)
-    size = frame["bytes"].to_numpy(float)
     world = frame["world_size"].to_numpy(float)
     nodes = np.array([links[m].devices_per_node for m in machine], dtype=float)
     per_node = frame["devices_per_node"].to_numpy(float) if "devices_per_node" in frame else nodes
-    each = list(zip(machine, world, per_node, strict=True))
-    fabric = np.array([links[m].fabric(int(n), int(k)) for m, n, k in each], dtype=object)
-    op = _operations(frame)
-    backend = _backends(frame)
+    size, op, backend = frame["bytes"].to_numpy(float), _operations(frame), _backends(frame)
+    return _table(op, size, world, per_node, machine, backend, [links[m] for m in machine])
+
+
+def one_collective(
+    op: str, size: float, world: int, per_node: int, machine: str, backend: str, links: Links
+) -> CollectiveTable:
+    """The table of a single collective, as :func:`collective_table` of a frame with one row.
+
+    Args:
+        op: Operation.
+        size: Bytes, as counted in a table.
+        world: Devices, at least two.
+        per_node: Devices in a box.
+        machine: Device string or platform.
+        backend: Library.
+        links: Links of the device.
+    """
+    own = machine_links([machine], lambda _: links)[machine]
+    ops, machines, backends = (np.array([w], dtype=object) for w in (op, machine, backend))
+    sizes, worlds, boxes = (np.array([n], dtype=float) for n in (size, world, per_node))
+    return _table(ops, sizes, worlds, boxes, machines, backends, [own])
+
+
+def _table(
+    op: np.ndarray,
+    size: np.ndarray,
+    world: np.ndarray,
+    per_node: np.ndarray,
+    machine: np.ndarray,
+    backend: np.ndarray,
+    links: list[Links],
+) -> CollectiveTable:
+    each = list(zip(links, world, per_node, strict=True))
+    fabric = np.array([own.fabric(int(n), int(k)) for own, n, k in each], dtype=object)
     # RCCL under the same name: its curves must not mix with NCCL's.
-    amd = np.array([links[m].architecture.startswith("cdna") for m in machine], bool)
+    amd = np.array([own.architecture.startswith("cdna") for own in links], bool)
     backend[amd & (backend == XLA)] = XLA_AMD
-    points = _points(size, world, per_node, op, backend, fabric, [links[m] for m in machine])
-    family = np.array([links[m].architecture for m in machine], dtype=object)
+    points = _points(size, world, per_node, op, backend, fabric, links)
+    family = np.array([own.architecture for own in links], dtype=object)
     return CollectiveTable(fabric, backend, op, machine, family, points)
 
 
