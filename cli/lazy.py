@@ -90,9 +90,11 @@ def lazy_app(group: Group, **settings: Any) -> typer.Typer:
         settings: Further arguments of :class:`typer.Typer`.
     """
 
-    # Typer instantiates the class itself, so the table has to be an attribute of it.
+    # Typer instantiates the class itself at every call, so the table has to be an attribute of it,
+    # as the commands that are loaded: several calls in one process make them once.
     class Bound(LazyGroup):
         table = group
+        loaded = _LoadedCommands(group.commands)
 
     return typer.Typer(
         cls=Bound,
@@ -110,12 +112,12 @@ class LazyGroup(TyperGroup):
     """A Click group that takes its commands from :attr:`table`."""
 
     table: Group
+    loaded: Mapping[str, ClickCommand]
 
     def __init__(self, **attributes: Any) -> None:
         """Pass attributes to Click, and take the commands from the table."""
         super().__init__(**attributes)
-        loaded = _LoadedCommands(self.table.commands)
-        self.commands = cast("MutableMapping[str, ClickCommand]", loaded)
+        self.commands = cast("MutableMapping[str, ClickCommand]", self.loaded)
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         """List the commands of the table without importing them."""

@@ -17,8 +17,9 @@ Modules that define requests are imported for ``--help``, so they import little.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -78,15 +79,23 @@ class Option:
     environment: str | None = None
 
 
-def described(case: type) -> Iterator[tuple[Field[Any], Any, Option | None]]:
+def described(case: type) -> tuple[tuple[Field[Any], Any, Option | None], ...]:
     """Fields of a dataclass, with their types and options."""
+    return _described(case)
+
+
+@cache
+def _described(case: Hashable) -> tuple[tuple[Field[Any], Any, Option | None], ...]:
+    assert isinstance(case, type)
     hints = get_type_hints(case, include_extras=True)
+    found = []
     for field in fields(case):
         hint, option = hints[field.name], None
         if get_origin(hint) is Annotated:
             hint, *marks = get_args(hint)
             option = next((mark for mark in marks if isinstance(mark, Option)), None)
-        yield field, hint, option
+        found.append((field, hint, option))
+    return tuple(found)
 
 
 def flat_options(case: type) -> Iterator[tuple[Field[Any], Any, Option]]:
