@@ -11,7 +11,14 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from functools import cache
+from importlib.metadata import (
+    EntryPoint,
+    EntryPoints,
+    PackageNotFoundError,
+    distribution,
+    entry_points,
+)
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -23,8 +30,14 @@ from .paths import PACKAGE
 def found(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group by name; the names are sorted."""
     # If two packages define a name, the last one wins.
-    points = {point.name: point for point in entry_points(group=group)}
+    points = {point.name: point for point in _installed(group)}
     return dict(sorted(points.items()))
+
+
+@cache
+def _installed(group: str) -> EntryPoints:
+    """Entry points of all packages, which take 10 ms to read where there are hundreds."""
+    return entry_points(group=group)
 
 
 def call(point: EntryPoint, *arguments: object) -> Any:
