@@ -61,7 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Groups that pytest-xdist does not see cost a quarter of the time, and nothing says so."""
+    """Keep what was imported from garbage collection; check the groups.
+
+    Groups that pytest-xdist does not see cost a quarter of the time, and nothing says so.
+    """
+    # Some tests collect garbage by the way, in a process that has all libraries imported.
+    gc.collect()
+    gc.freeze()
     grouped = all("@" in item.nodeid for item in session.items)
     if session.config.getoption("loadgroup", False) and not grouped:
         raise pytest.UsageError("pytest-xdist does not group tests under this version of pytest")
