@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -29,6 +30,9 @@ _KEPT = (
 )
 #: Maximum rounds of decomposition by rules beyond core ATen's; a guard.
 _ROUNDS = 4
+#: Functions of PyTorch that list its composite operators, and that override their kernels.
+_LIST, _OVERRIDE = "_materialize_cpp_cia_ops", "_override_composite_implicit_decomp"
+_DECOMPOSING = threading.RLock()
 #: Operators that wrap a graph, followed by the graph's arguments; index of the graph argument.
 WRAPPERS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
@@ -46,12 +50,12 @@ def decomposed(exported: Exported, known: Callable[[str], bool]) -> torch.export
     """
     import torch
 
-    table = torch.export.default_decompositions()
-    kept = {op for op in table if str(op) in _KEPT}
-    table = {op: rule for op, rule in table.items() if op not in kept}
     program = exported.program
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _listed_once():
+            table = torch.export.default_decompositions()
+            kept = {op for op in table if str(op) in _KEPT}
+            table = {op: rule for op, rule in table.items() if op not in kept}
             # PyTorch's warnings about itself.
             warnings.simplefilter("ignore")
             with _prepared(program):
@@ -74,6 +78,42 @@ def decomposed(exported: Exported, known: Callable[[str], bool]) -> torch.export
             where=exported.name,
             hint="does exported.run_decompositions() work in PyTorch alone?",
         ) from error
+
+
+@contextlib.contextmanager
+def _listed_once() -> Iterator[None]:
+    """Let PyTorch list its composite operators once, and override only kernels that change.
+
+    In each decomposition it lists all operators of the dispatcher for each of two dozen namespaces,
+    and overrides ten kernels of each of 600 composite operators, most of them by what they do
+    anyway: four fifths of the time of a small graph.
+    """
+    from torch._export import utils
+    from torch.export import exported_program
+
+    # Internals of PyTorch, which a version may not have. Its overrides are global, too.
+    if not hasattr(utils, _LIST) or not hasattr(exported_program, _OVERRIDE):
+        yield
+        return
+    with _DECOMPOSING:
+        listed, override = getattr(utils, _LIST), getattr(exported_program, _OVERRIDE)
+
+        def changed(rules: Mapping[object, object]) -> object:
+            return override({op: rule for op, rule in rules.items() if not _native(op, rule)})
+
+        listed()
+        setattr(utils, _LIST, lambda: None)
+        setattr(exported_program, _OVERRIDE, changed)
+        try:
+            yield
+        finally:
+            setattr(utils, _LIST, listed)
+            setattr(exported_program, _OVERRIDE, override)
+
+
+def _native(op: object, rule: object) -> bool:
+    """Whether a rule is the operator's own composite kernel."""
+    return getattr(rule, "keywords", {}).get("kernel") is op
 
 
 def _has_rule(target: object, rules: Mapping[object, object]) -> bool:
