@@ -357,3 +357,8 @@ def with_batch(program: TorchProgram, samples: int) -> TorchProgram:
 
     args, kwargs = torch.utils._pytree.tree_map(resized, given)
     return replace(program, args=args, kwargs=kwargs)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return PyTorch's name of a tensor's element type, such as ``bfloat16``."""
+    return str(tensor.dtype).removeprefix("torch.")

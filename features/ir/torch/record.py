@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ....common.errors import ProgramError
 from .eager import Place, Scopes
-from .program import tensors_of
+from .program import dtype_name, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -291,11 +291,6 @@ class Recorder:
         return known[0]
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return PyTorch's name of a tensor's element type, such as ``bfloat16``."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def lies_last(tensor: torch.Tensor) -> bool:
     """Return whether an image is stored with the channels last."""
     import torch
@@ -334,7 +329,8 @@ def laid_out(recorder: Recorder, name: str, args: tuple[object, ...]) -> tuple[o
     """Convert operands to the layout that devices require, which fake tensors do not do.
 
     Convolutions use the filters' layout for images (``cudnn_conv_suggest_memory_format`` in
-    PyTorch's ConvUtils.h), group norms on GPUs use channels first (group_norm.cpp).
+    PyTorch's ConvUtils.h) and copy parts of a tensor, such as a slice of channels, in any layout;
+    group norms on GPUs use channels first (group_norm.cpp).
 
     Args:
         recorder: Decides whether a group norm accepts channels-last images.
@@ -346,22 +342,30 @@ def laid_out(recorder: Recorder, name: str, args: tuple[object, ...]) -> tuple[o
     count = _IMAGES[name]
     images = [a for a in args[:count] if isinstance(a, torch.Tensor)]
     layout, filters = torch.contiguous_format, args[count]
-    if "convolution" in name and isinstance(filters, torch.Tensor):
+    convolves = "convolution" in name and isinstance(filters, torch.Tensor)
+    if convolves:
         layout = torch._prims_common.suggest_memory_format(filters)
-        if layout != torch.channels_last:
-            return args
     elif not lies_last(images[0]) or recorder.chooses(
         FunctionUse("group_norm", dtype_name(images[0]), channels_last=True)
     ):
         return args
-    # `contiguous` would be dispatched as a part of a call, not as a call.
-    laid = (
-        image
-        if image.is_contiguous(memory_format=layout)
-        else torch.clone(image, memory_format=layout)
-        for image in images
-    )
-    return *laid, *args[count:]
+
+    def laid(image: torch.Tensor) -> torch.Tensor:
+        dense = image.is_contiguous() or lies_last(image)
+        part = convolves and not dense and image.untyped_storage().nbytes() > image.nbytes
+        fits = image.is_contiguous(memory_format=layout)
+        if fits or not (part or not convolves or layout == torch.channels_last):
+            return image
+        # The library itself copies parts, so that compilers fuse nothing with the copy.
+        on, recorder.on = recorder.on, recorder.on and not part
+        # `contiguous` would be dispatched as a part of a call, not as a call.
+        made = torch.clone(image, memory_format=layout)
+        recorder.on = on
+        if part:
+            recorder.write_library("contiguous", [image], [made], ())
+        return made
+
+    return *map(laid, images), *args[count:]
 
 
 def watching(recorder: Recorder) -> AbstractContextManager[object]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from .record import AttentionUse, FunctionUse, Recorder, dtype_name, lies_last
+from .program import dtype_name
+from .record import AttentionUse, FunctionUse, Recorder, lies_last
 
 if TYPE_CHECKING:
     import torch

@@ -98,3 +98,25 @@ def test_what_an_operator_only_writes_is_not_read():
     ).calls
     assert written.name == "aten.copy_" and [t.bytes for t in written.inputs] == [4 * 2 * 4 * 64]
     assert [t.memory for t in written.outputs] == [t.memory for t in read.inputs]
+
+
+def test_parts_of_images_are_copied_for_convolutions():
+    class Split(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False)
+            self.two = torch.nn.Conv2d(64, 64, 5, padding=2, bias=False)
+
+        def forward(self, x):
+            a, b = x.relu().split(64, 1)
+            return self.one(a), self.two(b)
+
+    for layout in (torch.contiguous_format, torch.channels_last):
+        with torch.device("meta"):
+            net = Split().half().to(memory_format=layout)
+            x = torch.empty(8, 128, 32, 32, dtype=torch.float16).to(memory_format=layout)
+        recording = record(TorchProgram(net, (x,)))
+        names = ["aten.relu", "contiguous", "aten.convolution", "contiguous", "aten.convolution"]
+        assert [c.name for c in recording.calls] == names
+        copies = [w for w in fused(recording) if w.name == "contiguous"]
+        assert [w.bytes for w in copies] == [2 * 2 * 8 * 64 * 32 * 32] * 2
