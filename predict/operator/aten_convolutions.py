@@ -16,11 +16,13 @@ the pace of the rest of the chip and dominates where matrix units are many times
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, exp, prod
 
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.record import FORWARD, AtenCall
 from ...features.operators.physics import fitted
 from ...models.gpu.memory_passes import (
     LOWER,
@@ -49,6 +51,12 @@ _TOGETHER, _LEAST_CHANNELS = 32, 4
 #: Maximum threads per block of PyTorch's depthwise weight gradient (DepthwiseConv2d.cu,
 #: MAX_BLOCK_SIZE), and its blocks per multiprocessor of 1,536 threads.
 _THREADS, _BLOCKS = 256, 6
+
+#: Inductor's heuristics: relative time of convolutions with the channels last, by kind.
+_LONGER = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
+#: Maximum channels of a small convolution, and the number of operators per convolution from which
+#: the layout is not worth changing.
+_SMALL, _FEW = 64, 300
 
 
 def cudnn_seconds(work: AtenKernel, spec: DeviceSpec, release: str = "") -> float:
@@ -163,3 +171,37 @@ def _served_together(groups: int, channels: int, release: str) -> bool:
 
 def _is_power(channels: int) -> bool:
     return channels & (channels - 1) == 0
+
+
+def lays_channels_last(calls: Sequence[AtenCall]) -> bool:
+    """Return whether a compiled program's convolutions run with the channels last.
+
+    Args:
+        calls: Operators of the forward pass and, in training, of the backward pass.
+    """
+    forward = [call for call in calls if call.phase == FORWARD]
+    found = [call for call in forward if call.name == "aten.convolution"]
+    if not found or len(forward) >= _FEW * len(found):
+        return False
+    kinds = [_kind(call) for call in found]
+    if len(forward) < len(calls):
+        risky = "grouped" in kinds or any(map(_narrows, found))
+        return not risky and set(kinds) != {"small"}
+    flops = [prod(c.outputs[0].shape) * prod(c.inputs[1].shape[1:]) for c in found]
+    longer = sum(f * _LONGER[kind] for f, kind in zip(flops, kinds, strict=True))
+    return longer <= sum(flops)
+
+
+def _kind(call: AtenCall) -> str:
+    outputs, inputs = call.inputs[1].shape[:2]
+    if call.whole(-1) > 1 and inputs > 1:
+        return "grouped"
+    if max(outputs, inputs) <= _SMALL:
+        return "small"
+    return "narrowing" if _narrows(call) else "other"
+
+
+def _narrows(call: AtenCall) -> bool:
+    """Return whether a filter of several taps has at most half as many outputs as inputs."""
+    outputs, inputs, *sides = call.inputs[1].shape
+    return outputs * 2 <= inputs and sides[0] > 1

@@ -39,11 +39,12 @@ def cost_class(work: AtenKernel, compiled: bool, platform: str) -> str:
         return work.kind + back
     if work.kind == SOFTMAX or work.phase == "optimizer":
         return SOFTMAX if work.kind == SOFTMAX else "update"
+    generated = compiled and ("+" in work.name or "norm" in work.name)
     for norm in ("batch_norm", "group_norm"):
-        if norm in work.name and "+" not in work.name:
+        if norm in work.name and not generated and "+" not in work.name:
             return f"{norm.replace('_', '')}{back}{last}"
     # On a GPU a pass that is not fused takes the same time as in an eager program.
-    if compiled and ("+" in work.name or platform == "cpu"):
+    if generated or (compiled and platform == "cpu"):
         return "fused"
     if work.name == "_to_copy":
         return "cast"

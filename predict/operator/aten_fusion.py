@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from ...features.cost.formats import ALIASES
-from ...features.ir.torch.record import FORWARD, AtenCall, Recording
+from ...features.ir.torch.record import AtenCall, Recording
+from .aten_convolutions import lays_channels_last
 from .aten_products import multiplies
 from .aten_traffic import LOOKUPS, NAMES, Use, evaluated
 from .aten_work import AtenKernel, moving, used
@@ -20,11 +21,10 @@ _CONVOLUTION = "aten.convolution"
 _IMAGE = 4
 #: Libraries whose operators the compiler generates code for; operators of others are called.
 _OWN = ("aten.", "prims.")
-#: Inductor's heuristics: relative time of convolutions with the channels last, by kind.
-_LONGER = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
-#: Maximum channels of a small convolution, and the number of operators per convolution from which
-#: the layout is not worth changing.
-_SMALL, _FEW = 64, 300
+#: Inductor's rules (torch/_inductor/config.py: realize_reads_threshold, max_pointwise_cat_inputs,
+#: realize_acc_reads_threshold): maximum sources of a value that each of several readers computes
+#: again, of one that a single reader computes, and maximum tensors that a reader concatenates.
+_REPEATED, _ACCUMULATED, _JOINED = 4, 8, 8
 
 
 def fused(recording: Recording) -> list[AtenKernel]:
@@ -32,9 +32,9 @@ def fused(recording: Recording) -> list[AtenKernel]:
 
     An operator joins the kernels that produced its operands, unless that would create a cycle. A
     kernel reads each external tensor once, and writes tensors that other kernels read or that
-    outlive the program. Constants computed without inputs are recomputed by each reader. Optimizers
-    are not fused. 2-D image convolutions may run with the channels last, whatever the program's
-    layout.
+    outlive the program, except those that their readers compute themselves, as they do constants.
+    Optimizers are not fused. 2-D image convolutions may run with the channels last, whatever the
+    program's layout.
     """
     calls = _without_constants(recording)
     if lays_channels_last(recording.calls):
@@ -110,9 +110,88 @@ def _reduces(call: AtenCall, size: int) -> bool:
     return all(prod(t.shape) < size for t in call.outputs)
 
 
+#: Operators whose results are always written.
+_WRITTEN = frozenset((*LOOKUPS, *NAMES["windows"], "aten.copy_", "aten.im2col", "aten._softmax"))
+
+
+def _concatenates(call: AtenCall) -> bool:
+    """Return whether an operator puts more tensors together than a kernel does that reads them."""
+    return call.name == "aten.cat" and len(call.inputs) > _JOINED
+
+
+#: A value of a program: its memory, and the position of the operator that wrote it (-1: none).
+_Value = tuple[int, int]
+
+
+class _Values:
+    """Values that element-wise operators make and that are never written to memory.
+
+    Attributes:
+        read: Values that each operator reads, in the order of its inputs.
+        sources: For each value that its readers compute, what they read instead, with bytes.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.read: list[list[_Value]] = []
+        self.sources: dict[_Value, dict[_Value, float]] = {}
+        self._size: dict[_Value, int] = {}
+        self._biases: dict[_Value, tuple[_Value, int]] = {}
+        calls, maker = recording.calls, dict[int, int]()
+        readers: dict[_Value, list[AtenCall]] = {}
+        sizes: dict[int, set[int]] = {}
+        for at, call in enumerate(calls):
+            own = [(t.memory, maker.get(t.memory, -1)) for t in call.inputs]
+            self.read.append(own)
+            for value in set(own):
+                readers.setdefault(value, []).append(call)
+            for t in call.outputs:
+                maker[t.memory] = at
+                self._size[t.memory, at] = t.bytes
+                sizes.setdefault(t.memory, set()).add(t.bytes)
+                if call.name == _CONVOLUTION and len(own) > 2:
+                    # Readers of the result add its bias (`convolution` of kernel/conv.py).
+                    self._biases[t.memory, at] = own[2], call.inputs[2].bytes
+        for at, call in enumerate(calls):
+            size = max((prod(t.shape) for t in call.inputs), default=0)
+            if is_opaque(call) or call.name in _WRITTEN or _concatenates(call):
+                continue
+            for t in call.outputs:
+                whole = len(sizes[t.memory]) == 1 and t.memory not in recording.kept
+                if whole and prod(t.shape) >= size:
+                    # Sums over rows, such as a norm's moments, are always written.
+                    sums = {(o.memory, at): float(o.bytes) for o in call.outputs if o is not t}
+                    sources = self.behind(call, at) | sums
+                    if _repeats(sources.values(), readers.get((t.memory, at), [])):
+                        self.sources[t.memory, at] = sources
+
+    def behind(self, call: AtenCall, at: int) -> dict[_Value, float]:
+        """Return the values in memory that an operator reads, with bytes."""
+        found: dict[_Value, float] = {}
+        for place, (t, value) in enumerate(zip(call.inputs, self.read[at], strict=True)):
+            # Only looked-up rows of a table are read.
+            most = call.outputs[0].bytes if call.name in LOOKUPS and not place else t.bytes
+            share = min(t.bytes / max(self._size.get(value, 0), 1), 1.0)
+            whole = {value: float(min(t.bytes, most))}
+            for source, size in self.sources.get(value, whole).items():
+                part = size if value not in self.sources else share * size
+                found[source] = max(found.get(source, 0.0), part)
+        biases = [self._biases[value] for value in found if value in self._biases]
+        return found | {bias: float(size) for bias, size in biases}
+
+
+def _repeats(sources: Iterable[float], readers: Sequence[AtenCall]) -> bool:
+    """Return whether the readers of a value compute it themselves, from sources of some bytes."""
+    most = _REPEATED if len(readers) > 1 else _ACCUMULATED
+    if any(r.name in NAMES["windows"] for r in readers):
+        most = 1
+    fixed = any(is_opaque(r) or _concatenates(r) for r in readers)
+    return bool(readers) and not fixed and sum(size > 0 for size in sources) <= most
+
+
 class _Fusion:
     def __init__(self, recording: Recording) -> None:
         self._calls, self._kept = recording.calls, recording.kept
+        self._values = _Values(recording)
         self._groups: list[_Group] = []
         self._maker: dict[int, int] = {}
         self._readers: dict[int, set[int]] = {}
@@ -128,6 +207,7 @@ class _Fusion:
         # An overwritten tensor must have been read and written before.
         earlier = {r for t in call.outputs for r in self._readers.get(t.memory, ())}
         earlier |= {self._maker[t.memory] for t in call.outputs if t.memory in self._maker}
+        opaque = opaque or _concatenates(call)
         alone = opaque or call.name in NAMES["windows"]
         homes = [] if alone else self._homes(makers, makers | earlier, call, size)
         if not homes:
@@ -200,15 +280,48 @@ class _Fusion:
                 readers.add(home)
 
     def works(self) -> list[AtenKernel]:
+        order = self._order()
+        reads = {home: self._reads(self._groups[home]) for home in order}
+        outside = {value for own in reads.values() for value in own}
         found: list[AtenKernel] = []
-        for home in self._order():
+        for home in order:
             group = self._groups[home]
-            calls = [self._calls[at] for at in group.calls]
-            if group.opaque or len(calls) == 1:
-                found += [work for call in calls for work in used(call)]
+            at = group.calls[0]
+            if _concatenates(self._calls[at]):
+                found += self._copy(at)
+            elif group.opaque:
+                found += used(self._calls[at])
             else:
-                found.append(self._pass(home, calls))
+                found += self._generated(group, reads[home], outside)
         return found
+
+    def _reads(self, group: _Group) -> dict[_Value, float]:
+        """Return the values in memory that a kernel reads and does not make, with bytes."""
+        made = {(t.memory, at) for at in group.calls for t in self._calls[at].outputs}
+        found: dict[_Value, float] = {}
+        for at in group.calls:
+            for value, size in self._values.behind(self._calls[at], at).items():
+                if value not in made:
+                    found[value] = max(found.get(value, 0.0), size)
+        return found
+
+    def _copy(self, at: int) -> list[AtenKernel]:
+        """Return the copies into a concatenated tensor, which generated kernels write directly."""
+        call = self._calls[at]
+        makers = [self._maker.get(t.memory) for t in call.inputs]
+        own = [
+            t
+            for t, maker in zip(call.inputs, makers, strict=True)
+            if maker is None or self._groups[maker].opaque
+        ]
+        copied = sum(t.bytes for t in own)
+        if not copied:
+            return []
+        uses = [Use(t.memory, t.bytes, False) for t in own]
+        uses.append(Use(call.outputs[0].memory, copied, True))
+        where = {"phase": call.phase, "place": call.place, "uses": tuple(uses)}
+        dtype = ALIASES.get(call.outputs[0].dtype, "f32")
+        return [moving("cat", dtype, 2.0 * copied, **where)]
 
     def _order(self) -> list[int]:
         """Return kernels in the order of their last operators, after the kernels that they need.
@@ -230,28 +343,40 @@ class _Fusion:
         own = self._groups[home].calls
         return all(self._calls[at].again for at in own), own[-1]
 
-    def _pass(self, home: int, calls: Sequence[AtenCall]) -> AtenKernel:
+    def _generated(
+        self, group: _Group, read: Mapping[_Value, float], outside: Set[_Value]
+    ) -> list[AtenKernel]:
+        """Return a generated kernel; none if its readers compute all that it would make."""
+        calls = [self._calls[at] for at in group.calls]
         made: dict[int, int] = {}
-        read: dict[int, int] = {}
-        for call in calls:
-            for t in call.inputs:
-                if t.memory not in made:
-                    read[t.memory] = max(read.get(t.memory, 0), t.bytes)
+        written: set[int] = set()
+        repeated = False
+        for at, call in zip(group.calls, calls, strict=True):
             for t in call.outputs:
                 made[t.memory] = max(made.get(t.memory, 0), t.bytes)
-        # Only looked-up rows of a table are read.
-        tables = {c.inputs[0].memory: c.outputs[0].bytes for c in calls if c.name in LOOKUPS}
-        uses = [Use(m, min(size, tables.get(m, size)), False) for m, size in read.items()]
-        written = {m for m in made if m in self._kept or self._readers.get(m, set()) - {home}}
-        uses += [Use(m, size, False) for m, size in _again(calls, made.keys() - written)]
+                if t.memory in self._kept or (t.memory, at) in outside:
+                    written.add(t.memory)
+                repeated |= (t.memory, at) in self._values.sources
+        if not written and repeated:
+            return []
+        reads = (value for at in group.calls for value in self._values.read[at])
+        repeated |= any(value in self._values.sources for value in reads)
+        if len(calls) == 1 and not (repeated or "norm" in calls[0].name):
+            return used(calls[0])
+        by_memory: dict[int, float] = {}
+        for (memory, _), size in read.items():
+            by_memory[memory] = max(by_memory.get(memory, 0.0), size)
+        uses = [Use(m, size, False) for m, size in by_memory.items()]
+        sums = {t.memory for c in calls if "norm" in c.name for t in c.outputs[1:]}
+        if written - sums:
+            uses += [Use(m, size, False) for m, size in _again(calls, made.keys() - written)]
         uses += [Use(m, made[m], True) for m in made if m in written]
-        total = float(sum(use.bytes for use in uses))
         last = calls[-1]
         names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in calls))
         name = "+".join(names[:4]) + (" …" if len(names) > 4 else "")
         dtype = ALIASES.get(last.outputs[0].dtype, "f32")
         where = {"phase": last.phase, "place": last.place, "uses": tuple(uses)}
-        return moving(name, dtype, total, **where)
+        return [moving(name, dtype, float(sum(use.bytes for use in uses)), **where)]
 
 
 def _again(calls: Sequence[AtenCall], held: Set[int]) -> list[tuple[int, int]]:
@@ -272,37 +397,3 @@ def _again(calls: Sequence[AtenCall], held: Set[int]) -> list[tuple[int, int]]:
                 found += own.items()
         sources |= {t.memory: reads for t in call.outputs}
     return found
-
-
-def lays_channels_last(calls: Sequence[AtenCall]) -> bool:
-    """Return whether a compiled program's convolutions run with the channels last.
-
-    Args:
-        calls: Operators of the forward pass and, in training, of the backward pass.
-    """
-    forward = [call for call in calls if call.phase == FORWARD]
-    found = [call for call in forward if call.name == "aten.convolution"]
-    if not found or len(forward) >= _FEW * len(found):
-        return False
-    kinds = [_kind(call) for call in found]
-    if len(forward) < len(calls):
-        risky = "grouped" in kinds or any(map(_narrows, found))
-        return not risky and set(kinds) != {"small"}
-    flops = [prod(c.outputs[0].shape) * prod(c.inputs[1].shape[1:]) for c in found]
-    longer = sum(f * _LONGER[kind] for f, kind in zip(flops, kinds, strict=True))
-    return longer <= sum(flops)
-
-
-def _kind(call: AtenCall) -> str:
-    outputs, inputs = call.inputs[1].shape[:2]
-    if call.whole(-1) > 1 and inputs > 1:
-        return "grouped"
-    if max(outputs, inputs) <= _SMALL:
-        return "small"
-    return "narrowing" if _narrows(call) else "other"
-
-
-def _narrows(call: AtenCall) -> bool:
-    """Return whether a filter of several taps has at most half as many outputs as inputs."""
-    outputs, inputs, *sides = call.inputs[1].shape
-    return outputs * 2 <= inputs and sides[0] > 1

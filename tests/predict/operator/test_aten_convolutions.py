@@ -10,8 +10,10 @@ torch = pytest.importorskip("torch")
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
-from opcast.predict.operator.aten_convolutions import depthwise_times  # noqa: E402
-from opcast.predict.operator.aten_fusion import lays_channels_last  # noqa: E402
+from opcast.predict.operator.aten_convolutions import (  # noqa: E402
+    depthwise_times,
+    lays_channels_last,
+)
 from opcast.predict.operator.aten_prices import AtenPrices, bound_of  # noqa: E402
 from opcast.predict.operator.torch_choices import is_one  # noqa: E402
 from opcast.predict.operator.torch_price import works_of  # noqa: E402

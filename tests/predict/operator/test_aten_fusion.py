@@ -100,6 +100,46 @@ def test_what_an_operator_only_writes_is_not_read():
     assert [t.memory for t in written.outputs] == [t.memory for t in read.inputs]
 
 
+def test_readers_compute_what_has_few_sources_themselves():
+    # As in gMLP: two halves of an activation are read by kernels of their own. Neither the
+    # activation nor its passes exist; each kernel reads its half of the product.
+    def halves(x, weight):
+        u, v = F.gelu(x @ weight).chunk(2, -1)
+        return u * (F.layer_norm(v, (64,)) @ weight[:64, :64])
+
+    product, norm, inner, gate = compiled(halves, (512, 128), (128, 128))
+    assert (product.name, inner.name) == ("mm", "mm")
+    assert norm.bytes == 2 * (512 * 64 + 512 * 64)
+    assert gate.bytes == 2 * (512 * 64 + 512 * 64 + 512 * 64)
+
+
+def test_what_has_more_than_four_sources_is_written_for_several_readers():
+    def both(*x):
+        total = sum(x[1:], x[0])
+        return total[:32].cos(), total[32:].sin()
+
+    # Each reader computes the sum of its half: it reads as many halves, and writes one.
+    few = [w.bytes for w in compiled(both, *[(64, 64)] * 4)]
+    assert few == [2 * 5 * 32 * 64] * 2
+    many = [w.bytes for w in compiled(both, *[(64, 64)] * 5)]
+    assert many == [2 * 6 * 64 * 64, 2 * 2 * 32 * 64, 2 * 2 * 32 * 64]
+
+
+def test_more_than_eight_tensors_are_put_together_by_copies():
+    # As in DenseNet: results of convolutions are copied, those of generated kernels are written in
+    # their place.
+    def joined(count):
+        def dense(*x):
+            return torch.cat([x[0].cos(), *(a @ x[0] for a in x[1:])]).relu()
+
+        return compiled(dense, *[(64, 64)] * count)
+
+    names = [w.name for w in joined(8)]
+    assert "cat" not in names and names.count("mm") == 7
+    found = {w.name: w.bytes for w in joined(9)}
+    assert found["cat"] == 2 * 2 * 8 * 64 * 64 and found["relu"] == 2 * 2 * 9 * 64 * 64
+
+
 def test_parts_of_images_are_copied_for_convolutions():
     class Split(torch.nn.Module):
         def __init__(self):
