@@ -41,9 +41,6 @@ class OpSpec(NamedTuple):
             elementwise ones.
         expensive: Whether it is too costly to repeat for each element of an overlapping window,
             after XLA's IsExpensive (instruction_fusion.cc).
-        cycles: Approximate cycles per element. XLA measures such figures for each device
-            (HloOpProfiles); these are order-of-magnitude estimates, tuned so that expensive
-            producers are recomputed about as often as by the compiler (docs/fused.md).
         in_place: Whether its result may reuse the buffer of an operand that is not read
             afterwards, as in XLA's buffer assignment.
         root: What the op as a fusion's root implies about the emitter that a compiler chooses;
@@ -67,7 +64,6 @@ class OpSpec(NamedTuple):
     elementwise: bool = False
     placed: bool = False
     expensive: bool = False
-    cycles: float = 3.0
     in_place: bool = True
     root: str = ""
     like: str = ""

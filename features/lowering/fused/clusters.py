@@ -15,6 +15,8 @@ from .layouts import MOVES
 
 #: Ops of the matrix unit.
 PRODUCTS = frozenset(("dot", "convolution"))
+#: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
+MAX_OPERANDS = 96
 #: Ops that need no kernel.
 FREE = named("no_fused_kernel")
 _VIEWS = frozenset(("reshape", "bitcast"))
@@ -284,20 +286,6 @@ class Clusters:
         """Return the clusters whose results a cluster reads."""
         makers = {id(c): c for c in [self.by_root.get(id(node)) for node in cluster.makers] if c}
         return list(makers.values())
-
-    def are_chained(self, producer: Cluster, consumer: Cluster) -> bool:
-        """Return whether two clusters have nothing in common but what one hands to the other.
-
-        Neither computes a node of the other, or reads one that the other computes for itself.
-        Repeated constants do not count.
-        """
-        inside, outside = producer.members.keys(), consumer.members.keys()
-        for place in inside & outside:
-            node = producer.members[place]
-            if node.opcode != "broadcast" or source_of(node.operands[0]).opcode != "constant":
-                return False
-        made = {self.position[id(root)] for root in producer.roots}
-        return inside & consumer.reads <= made and outside.isdisjoint(producer.reads)
 
     def merge(self, first: Cluster, second: Cluster) -> Cluster:
         """Merge two clusters into one with the members and roots of both."""

@@ -13,7 +13,7 @@ from math import prod
 from ...ir.program import TensorType, WindowDim
 from .folding import converted, padded, reshape, transposed
 from .graph import Graph, Node, constant, rewrite
-from .work import Machine
+from .machine import Machine
 
 #: Attribute of convolutions whose filter was reversed: gradients of an input.
 REVERSED = "input_gradient"

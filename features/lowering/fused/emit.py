@@ -33,13 +33,13 @@ class Emitter:
             aliases=origin.aliases,
             origin=origin.origin,
         )
-        self._origin = origin
+        self.origin = origin
         self._count = 0
 
     def called(self, name: str) -> str:
         """Take a computation of the original program along."""
         if name not in self.program.computations:
-            source = self._origin.computations[name]
+            source = self.origin.computations[name]
             for op in source.ops:
                 for inner in op.called:
                     self.called(inner)

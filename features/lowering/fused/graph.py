@@ -101,7 +101,7 @@ def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]
     order = dict.fromkeys(first)
     begun: set[Node] = set()
     for root in roots:
-        # With an explicit stack: chains of ops are longer than Python's recursion limit.
+        # With an explicit stack: chains of ops exceed Python's recursion limit.
         stack = [root]
         while stack:
             node = stack[-1]
@@ -141,13 +141,10 @@ def rewrite(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
 
 
 def build_graph(program: Program) -> Graph:
-    """Turn the entry of a program into a graph: calls inlined, names of values gone.
+    """Turn the entry of a program, HLO that is not optimised, into a graph, with calls inlined.
 
     Bodies of loops and branches take one parameter for each array of what they are given, as
     StableHLO's do. HLO's take one tuple, and each branch its own; that is taken apart here.
-
-    Args:
-        program: From StableHLO, or HLO that is not optimised.
     """
     graph = _Builder(program).graph(program.entry_computation)
     sink_constants(graph)
@@ -163,6 +160,7 @@ class _Builder:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.effects: list[Node] = []
+        self._names: dict[Hashable, str] = {}  # of computations, by what they compute
 
     def graph(self, comp: Computation) -> Graph:
         """Build the entry as a separate graph."""
@@ -191,12 +189,10 @@ class _Builder:
         if opcode == "parameter":
             return _local(arguments[int(op.attrs["index"])], op)
         inputs = [values[i] for i in op.operands]
-        if opcode == "tuple":
-            return inputs
+        if opcode in ("tuple", "add-dependency"):
+            return inputs if opcode == "tuple" else inputs[0]
         if opcode == "get-tuple-element":
             return _element(inputs[0], op)
-        if opcode == "add-dependency":
-            return inputs[0]
         if opcode in _BARRIERS:
             return _barrier(inputs, op)
         if opcode in _NAMES or (opcode == "custom-call" and is_annotation(op)):
@@ -206,11 +202,17 @@ class _Builder:
         if opcode in ("while", "conditional") and op.called:
             return self._control(op, inputs)
         nodes = [node for value in inputs for node in flatten(value)]
-        called = op.called
-        made = Node(opcode, nodes, op.results, dict(op.attrs), called, [], op.is_tuple, op.source)
+        own = tuple([self._name(name) for name in op.called])
+        made = Node(opcode, nodes, op.results, dict(op.attrs), own, [], op.is_tuple, op.source)
         if opcode in _EFFECTS:
             self.effects.append(made)
         return made
+
+    def _name(self, name: str) -> str:
+        """Name of the first computation that is equal, so that equal ops can be merged."""
+        own = self.program.computations[name]
+        ops = [(o.opcode, o.operands, o.results, repr(o.attrs), o.called) for o in own.ops]
+        return self._names.setdefault((*ops, own.root), name)
 
     def _control(self, op: Op, inputs: list[Value]) -> Value:
         """Build a loop or conditional, whose bodies get every array handed to any of them."""
@@ -235,7 +237,6 @@ class _Builder:
         if branch >= 0:
             arguments = arguments[branch : branch + 1]
         graph = self._graph(comp, parameters, arguments)
-        # One output for each array, whatever the tuple's nesting.
         graph.outputs = [leaf for node in graph.outputs for leaf in flatten(split(node))]
         return graph
 

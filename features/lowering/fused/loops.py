@@ -7,12 +7,22 @@ a select takes the result, as XLA's ConditionalSimplifier does where both are ch
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 
 from ...ir.op_table import UPDATES, ops_with
 from ...ir.program import TensorType
-from .clusters import FREE, PRODUCTS, Cluster, Clusters, Dependences, owner, source_of, written
+from .clusters import (
+    FREE,
+    MAX_OPERANDS,
+    PRODUCTS,
+    Cluster,
+    Clusters,
+    Dependences,
+    owner,
+    source_of,
+    written,
+)
 from .folding import is_elementwise, splat, splat_node, spread
 from .graph import Graph, Node, rewrite, topological
 
@@ -313,3 +323,46 @@ def _inlined(branch: Graph, given: list[Node]) -> list[Node]:
         if id(node) not in copies:
             copies[id(node)] = replace(node, operands=[copies[id(o)] for o in node.operands])
     return [copies[id(node)] for node in branch.outputs]
+
+
+def own_fills(graph: Graph) -> None:
+    """Give each update in place its own array, where several would write to one fill."""
+    writes: dict[int, list[tuple[Node, int]]] = {}
+    for node in graph.nodes():
+        for i in written(node):
+            source = source_of(node.operands[i])
+            if source.opcode == "broadcast" and splat(source) is not None:
+                writes.setdefault(id(source), []).append((node, i))
+    for places in writes.values():
+        # The first keeps the shared fill; XLA's CopyInsertion copies for the others.
+        for node, i in places[1:]:
+            like = node.operands[i]
+            node.operands[i] = splat_node(splat(like), like.type, source_of(like).source)
+
+
+def join_fills(clusters: Clusters) -> None:
+    """Merge the fills that updates of one array start from, and the fills that start one loop."""
+    known: dict[Hashable, Cluster] = {}
+    for key, fill in _fills(clusters):
+        own = clusters.by_root.get(id(fill))
+        # Something was fused into it, so it is no plain fill any more.
+        if own is None or own.inputs or fill.opcode != "broadcast":
+            continue
+        first = known.setdefault(key, own)
+        if first is not own:
+            if len(first.roots) + len(own.roots) <= MAX_OPERANDS:
+                known[key] = clusters.merge(first, own)
+            else:
+                known[key] = own
+
+
+def _fills(clusters: Clusters) -> Iterator[tuple[Hashable, Node]]:
+    """Yield arrays that a loop starts from or an update writes to, with what they must share."""
+    for node in clusters.nodes:
+        if node.opcode == "while":
+            for operand in dict.fromkeys(map(source_of, node.operands)):
+                yield (id(node), operand.type.shape), operand
+    for node in clusters.nodes:
+        for i in written(node):
+            fill = source_of(node.operands[i])
+            yield (repr(splat(fill)), fill.type.dtype, fill.size), fill

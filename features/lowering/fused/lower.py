@@ -30,18 +30,20 @@ from .loops import (
     copy_results,
     drop_dead_state,
     inline_branches,
+    join_fills,
     merge_counters,
+    own_fills,
 )
+from .machine import Machine, machine_of
 from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
 from .on_chip import on_chip_of, place_on_chip, prefetch
-from .priority import PriorityFusion, join_fills, own_fills
+from .priority import PriorityFusion
 from .products import canonical_dots, convolved_products, host_products, widen_products
 from .reductions import pad_products, split_products, split_reductions
 from .simplify import simplify
 from .transposes import move_transposes, sink_transposes
 from .vector_products import SMALL_PRODUCT, reduce_vector_products, sum_vector_products
-from .work import Machine, machine_of
 
 
 def lower_fused(
@@ -178,7 +180,7 @@ def _fused(
         fuse_softmax(clusters)
     # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,
     # and kernels get several results only at the end.
-    PriorityFusion(clusters, machine).run()
+    PriorityFusion(clusters, machine, emitter.origin).run()
     # CopyFusion runs on the entry computation only (priority.py).
     if is_entry:
         join_fills(clusters)

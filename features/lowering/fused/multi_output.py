@@ -15,11 +15,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...ir.op_table import UPDATES
-from .clusters import Cluster, Clusters, Dependences, is_loop_reduction, owner, reduction, source_of
+from .clusters import (
+    MAX_OPERANDS,
+    Cluster,
+    Clusters,
+    Dependences,
+    is_loop_reduction,
+    owner,
+    reduction,
+    source_of,
+)
 from .graph import Node
 from .heroes import hero_of, turn_of
-from .priority import MAX_OPERANDS, narrow_reduction
-from .work import LAUNCH_S, Machine, Work
+from .machine import Machine
+from .priority import narrow_reduction
+from .work import LAUNCH, Work
 
 #: Start, limit and stride of a slice along each dimension.
 Limits = Sequence[tuple[int, int, int]]
@@ -104,13 +114,13 @@ class MultiOutputFusion:
 
     def _pays(self, producer: Cluster, consumer: Cluster) -> bool:
         apart = sum(
-            Work(c.nodes, c.roots).seconds(self.machine) + LAUNCH_S for c in (producer, consumer)
+            Work(c.nodes, c.roots, self.machine).ticks() + LAUNCH for c in (producer, consumer)
         )
         both = {**producer.members, **consumer.members}
         members = [both[i] for i in sorted(both)]
         roots = [*producer.roots, *consumer.roots]
         # One launch less, and the shared input is read once.
-        return Work(members, roots).seconds(self.machine) + LAUNCH_S <= apart
+        return Work(members, roots, self.machine).ticks() + LAUNCH <= apart
 
     def _apart(self, first: Cluster, second: Cluster) -> bool:
         """Return whether neither needs the other."""

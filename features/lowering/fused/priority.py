@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from ...ir.op_table import ops_with
-from .clusters import Cluster, Clusters, Shape, is_loop_reduction, reduction, source_of, written
-from .folding import is_elementwise, splat, splat_node
-from .graph import Graph, Node
-from .work import LAUNCH_S, MAX_BRANCHES, Each, Machine, Work, blocks_of
+from ...ir.program import Program
+from .clusters import (
+    MAX_OPERANDS,
+    Cluster,
+    Clusters,
+    Shape,
+    is_loop_reduction,
+    is_view,
+    reduction,
+    source_of,
+    written,
+)
+from .folding import is_elementwise
+from .graph import Node
+from .heroes import hero_of
+from .machine import Machine
+from .work import LAUNCH, MAX_CODE, Each, Work, blocks_of, done_by_called
 
-#: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
-MAX_OPERANDS = 96
 #: Ops too costly to repeat for each element of an overlapping window.
 _EXPENSIVE = ops_with(lambda spec: spec.expensive)
 #: Ops that Triton, whose kernels those of rows are, does not read through (triton_support.cc).
@@ -32,11 +43,14 @@ def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
 
     The compiler gives such a reduction no second large array to read.
     """
-    for root in cluster.roots if "reduce" in cluster.opcodes else ():
-        if root.opcode == "reduce" and not root.is_tuple and not is_loop_reduction(root):
-            column = reduction(root).shape is Shape.COLUMN
-            if column and blocks_of(root) < machine.cores:
-                return root
+    if "reduce" not in cluster.opcodes:
+        return None
+    inside = set(map(id, cluster.nodes))
+    for hero in [hero_of(root, inside) for root in cluster.roots]:
+        if hero.opcode == "reduce" and not hero.is_tuple and not is_loop_reduction(hero):
+            column = reduction(hero).shape is Shape.COLUMN
+            if column and blocks_of(hero, machine) < machine.cores:
+                return hero
     return None
 
 
@@ -45,15 +59,15 @@ class _Pair(NamedTuple):
 
     Attributes:
         version: The reader's when they were priced.
-        apart: Seconds of the reader as it is.
-        joined: Seconds of both in one kernel, without its launch; ``None`` if that cannot be.
+        apart: Ticks of the reader as it is.
+        joined: Ticks of both in one kernel, without its launch; ``None`` if that cannot be.
         form: Form of that kernel.
         work: Its work, if it is the first of its form.
     """
 
     version: int
-    apart: float
-    joined: float | None
+    apart: int
+    joined: int | None
     form: int
     work: Work | None
 
@@ -64,31 +78,49 @@ class PriorityFusion:
     Args:
         clusters: Changed in place.
         machine: What decides whether a fusion pays.
+        program: Holds the computations that reductions apply; without it they add.
     """
 
-    def __init__(self, clusters: Clusters, machine: Machine) -> None:
+    def __init__(
+        self, clusters: Clusters, machine: Machine, program: Program | None = None
+    ) -> None:
         self.clusters = clusters
         self.machine = machine
         self._each: dict[int, Each] = {}
+        if program is not None:
+            self._each = done_by_called(clusters.nodes, machine, program)
         self._works: dict[Cluster, tuple[int, Work]] = {}
+        # What each cluster computes, operands first: a node that two of its readers took in, each
+        # on its own, stands there twice, as XLA's fusions have it.
+        self._emitted: dict[Cluster, list[Node]] = {}
         # Layers of a model repeat the same kernels: each form is priced once.
         self._numbers: dict[Hashable, int] = {}
         self._forms: dict[Cluster, tuple[int, int]] = {}
-        self._seconds: dict[int, float] = {}  # of a form, without its launch
-        self._fitting: dict[int, float | None] = {}  # the same; None if no kernel has the form
+        self._ticks: dict[int, int] = {}  # of a form, without its launch
+        self._fitting: dict[int, int | None] = {}  # the same; None if no kernel has the form
         # Pairs are kept by producer and its version, so that only changed ones are priced again.
         self._pairs: dict[Cluster, tuple[int, dict[Cluster, _Pair]]] = {}
-        self._queue: list[tuple[float, int, Cluster]] = []
+        self._queue: list[tuple[int, int, int, Cluster]] = []
         self._latest: dict[Cluster, int] = {}
         self._count = 0
+        self._order: dict[
+            Cluster, int
+        ] = {}  # when each was made: among equals the last comes first
 
     def run(self) -> None:
         """Fuse until no fusion saves time."""
+        # XLA fuses views first, from the last one on, which makes what reads them anew.
+        plain: list[Cluster] = []
+        viewing: list[Cluster] = []
         for cluster in self.clusters.all():
+            views = any(is_view(o) for node in cluster.nodes for o in node.operands)
+            (viewing if views else plain).append(cluster)
+        self._order = {cluster: i for i, cluster in enumerate([*plain, *viewing[::-1]])}
+        for cluster in plain + viewing:
             self._push(cluster)
         while self._queue:
             # Entries cannot be removed from a heap: those that a later one replaced are skipped.
-            _, count, cluster = heapq.heappop(self._queue)
+            _, _, count, cluster = heapq.heappop(self._queue)
             if self._latest.get(cluster) != count:
                 continue
             consumers = self.clusters.users(cluster)
@@ -97,13 +129,18 @@ class PriorityFusion:
             touched = dict.fromkeys((*consumers, *self.clusters.producers(cluster)))
             _, known = self._pairs[cluster]
             pairs = [known[consumer] for consumer in consumers]
+            emitted = [self._emitted.get(consumer, consumer.nodes) for consumer in consumers]
             for consumer in consumers:
                 consumer.rows |= cluster.rows
             self.clusters.absorb(cluster, consumers)
-            for consumer, pair in zip(consumers, pairs, strict=True):
+            taken = self._emitted.pop(cluster, cluster.nodes)
+            for consumer, own, pair in zip(consumers, emitted, pairs, strict=True):
+                if consumer not in self._emitted:
+                    self._order[consumer] = len(self._order) + self._count
+                self._emitted[consumer] = [*taken, *own]
                 self._forms[consumer] = (consumer.version, pair.form)
                 if pair.joined is not None:
-                    self._seconds[pair.form] = pair.joined
+                    self._ticks[pair.form] = pair.joined
                 if pair.work is not None:
                     self._works[consumer] = (consumer.version, pair.work)
             del self._latest[cluster]
@@ -136,8 +173,8 @@ class PriorityFusion:
             return
         members = {place: node for c in todo for place, node in c.members.items()}
         inputs = {id(node) for c in todo for node in c.inputs} - {id(c.root) for c in todo}
-        apart = sum(self._alone(c) + LAUNCH_S for c in todo)
-        together = self._evaluate(members, ends[0].roots, True).seconds(self.machine) + LAUNCH_S
+        apart = sum(self._alone(c) + LAUNCH for c in todo)
+        together = self._evaluate(members, ends[0].roots, True).ticks() + LAUNCH
         if together < apart and len(inputs) < MAX_OPERANDS:
             for cluster in todo:
                 clusters.remove(cluster)
@@ -161,11 +198,11 @@ class PriorityFusion:
         self._count += 1
         self._latest[cluster] = self._count
         gain = self._gain(cluster)
-        if gain is not None and gain > 0.0:
-            heapq.heappush(self._queue, (-gain, self._count, cluster))
+        if gain is not None and gain > 0:
+            heapq.heappush(self._queue, (-gain, -self._order[cluster], self._count, cluster))
 
-    def _gain(self, producer: Cluster) -> float | None:
-        """Estimate the seconds that fusing into all readers saves; ``None`` if impossible."""
+    def _gain(self, producer: Cluster) -> int | None:
+        """Estimate the ticks that fusing into all readers saves; ``None`` if impossible."""
         clusters = self.clusters
         root = producer.root
         if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
@@ -173,7 +210,12 @@ class PriorityFusion:
         # Only what one thread can compute per element can move into another kernel.
         rows = producer.rows and self._extends(producer)
         consumers = clusters.users(producer)
-        if not consumers or not (producer.loops or rows or self._followed(producer, consumers)):
+        if not consumers or not (
+            producer.loops
+            or rows
+            or self._followed(producer, consumers)
+            or self._finished(producer, consumers)
+        ):
             return None
         # All consumers or none, as in XLA: one that keeps reading the array would keep the kernel.
         for consumer in consumers:
@@ -183,8 +225,8 @@ class PriorityFusion:
         if version != producer.version:
             pairs = {}
             self._pairs[producer] = (producer.version, pairs)
-        apart = self._alone(producer) + LAUNCH_S * (1 + len(consumers))
-        together = LAUNCH_S * len(consumers)
+        apart = self._alone(producer) + LAUNCH * (1 + len(consumers))
+        together = LAUNCH * len(consumers)
         for consumer in consumers:
             pair = pairs.get(consumer)
             if pair is None or pair.version != consumer.version:
@@ -195,13 +237,13 @@ class PriorityFusion:
             together += pair.joined
         return apart - together
 
-    def _alone(self, cluster: Cluster) -> float:
-        """Seconds of a cluster as it is."""
+    def _alone(self, cluster: Cluster) -> int:
+        """Ticks of a cluster as it is."""
         form = self._form(cluster)
-        seconds = self._seconds.get(form)
-        if seconds is None:
-            self._seconds[form] = seconds = self._work(cluster).seconds(self.machine)
-        return seconds
+        ticks = self._ticks.get(form)
+        if ticks is None:
+            self._ticks[form] = ticks = self._work(cluster).ticks()
+        return ticks
 
     def _form(self, cluster: Cluster) -> int:
         """Number of a cluster's form, which all clusters share that do the same work."""
@@ -219,12 +261,13 @@ class PriorityFusion:
         """Work of a cluster as it is, kept until it changes."""
         version, work = self._works.get(cluster, (-1, None))
         if work is None or version != cluster.version:
-            work = self._evaluate(cluster.members, cluster.roots, cluster.rows)
+            nodes = self._emitted.get(cluster, cluster.nodes)
+            work = Work(nodes, cluster.roots, self.machine, cluster.rows, self._each)
             self._works[cluster] = (cluster.version, work)
         return work
 
     def _evaluate(self, members: dict[float, Node], roots: list[Node], rows: bool) -> Work:
-        return Work([members[i] for i in sorted(members)], roots, rows, self._each)
+        return Work([members[i] for i in sorted(members)], roots, self.machine, rows, self._each)
 
     def _joined(self, producer: Cluster, consumer: Cluster) -> _Pair:
         """Price a consumer alone and with a producer inside."""
@@ -234,17 +277,16 @@ class PriorityFusion:
         work = None
         if form not in self._fitting:
             work = self._both(producer, consumer) if self._fits(producer, consumer) else None
-            possible = work if work and work.branches <= MAX_BRANCHES else None
-            self._fitting[form] = possible.seconds(self.machine) if possible else None
+            possible = work if work and work.code <= MAX_CODE else None
+            self._fitting[form] = possible.ticks() if possible else None
         return _Pair(consumer.version, self._alone(consumer), self._fitting[form], form, work)
 
     def _both(self, producer: Cluster, consumer: Cluster) -> Work:
         """Work of the consumer with the producer inside."""
         rows = consumer.rows or producer.rows
-        if rows == consumer.rows and self.clusters.are_chained(producer, consumer):
-            work = self._work(consumer).with_producer(producer.nodes)
-            if not work.is_ordered:
-                return work
+        if rows == consumer.rows:
+            nodes = self._emitted.get(producer, producer.nodes)
+            return self._work(consumer).with_producer(nodes)
         return self._evaluate({**producer.members, **consumer.members}, consumer.roots, rows)
 
     def _extends(self, rows: Cluster) -> bool:
@@ -271,6 +313,19 @@ class PriorityFusion:
                     return False
                 way.add(id(node))
         return True
+
+    def _finished(self, producer: Cluster, consumers: list[Cluster]) -> bool:
+        """Return whether all that read a sum go on with its own elements, one after the other."""
+        if not producer.consumes or producer.rows or self.clusters.fused_products:
+            return False
+        inside = {id(node) for node in producer.nodes}
+        hero = hero_of(producer.root, inside)
+        if hero.opcode != "reduce" or hero.is_tuple or is_loop_reduction(hero):
+            return False
+        return all(
+            reader.loops and hero_of(reader.root, {*inside, *map(id, reader.nodes)}) is hero
+            for reader in consumers
+        )
 
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
         """Return whether the consumer's kernel can compute the producer."""
@@ -338,46 +393,3 @@ def _by_rows(node: Node, count: int) -> bool:
     if node.opcode == "broadcast" or is_elementwise(node):
         return not node.is_tuple and _read_by_rows(node)
     return False
-
-
-def own_fills(graph: Graph) -> None:
-    """Give each update in place its own array, where several would write to one fill."""
-    writes: dict[int, list[tuple[Node, int]]] = {}
-    for node in graph.nodes():
-        for i in written(node):
-            source = source_of(node.operands[i])
-            if source.opcode == "broadcast" and splat(source) is not None:
-                writes.setdefault(id(source), []).append((node, i))
-    for places in writes.values():
-        # The first keeps the shared fill; XLA's CopyInsertion copies for the others.
-        for node, i in places[1:]:
-            like = node.operands[i]
-            node.operands[i] = splat_node(splat(like), like.type, source_of(like).source)
-
-
-def join_fills(clusters: Clusters) -> None:
-    """Merge the fills that updates of one array start from, and the fills that start one loop."""
-    known: dict[Hashable, Cluster] = {}
-    for key, fill in _fills(clusters):
-        own = clusters.by_root.get(id(fill))
-        # Something was fused into it, so it is no plain fill any more.
-        if own is None or own.inputs or fill.opcode != "broadcast":
-            continue
-        first = known.setdefault(key, own)
-        if first is not own:
-            if len(first.roots) + len(own.roots) <= MAX_OPERANDS:
-                known[key] = clusters.merge(first, own)
-            else:
-                known[key] = own
-
-
-def _fills(clusters: Clusters) -> Iterator[tuple[Hashable, Node]]:
-    """Yield arrays that a loop starts from or an update writes to, with what they must share."""
-    for node in clusters.nodes:
-        if node.opcode == "while":
-            for operand in dict.fromkeys(map(source_of, node.operands)):
-                yield (id(node), operand.type.shape), operand
-    for node in clusters.nodes:
-        for i in written(node):
-            fill = source_of(node.operands[i])
-            yield (repr(splat(fill)), fill.type.dtype, fill.size), fill

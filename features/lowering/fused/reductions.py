@@ -6,7 +6,7 @@ Long reductions are split so that enough threads take part (XLA's TreeReductionR
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, isqrt
+from math import ceil, isqrt, prod
 from typing import NamedTuple
 
 from ...ir.precision import arithmetic
@@ -24,7 +24,7 @@ from ...ir.program import (
 from .clusters import Reduction, Shape, is_loop_reduction, reduction
 from .folding import converted, is_elementwise, padded, reshape, splat_node
 from .graph import Graph, Node, rewrite
-from .work import Machine
+from .machine import Machine
 
 #: Most elements that one pass sums without atomics: 1024 threads of 16, 32 threads of 128
 #: (ReductionDimensionRaceFreeBound in XLA's reduction_utils.cc).
@@ -33,10 +33,38 @@ MAX_COLUMN = 4_096
 
 
 def split_reductions(graph: Graph) -> None:
-    """Replace each long reduction by one of parts and one of the parts' results."""
+    """Reduce dimensions that lie apart one after the other, and long ones in two steps."""
     for node in graph.nodes():
         if node.opcode == "reduce":
-            _split(node)
+            for step in (*_apart(node), node):
+                _split(step)
+
+
+def _apart(node: Node) -> list[Node]:
+    """Let ``node`` reduce one run of neighbouring dimensions, and new nodes the longer ones first.
+
+    So does XLA's ReductionSplitter, but for reductions of several arrays at once.
+    """
+    steps: list[Node] = []
+    while reduction(node).shape is Shape.SCATTERED and not node.is_tuple:
+        value, start = node.operands
+        shape, dims = value.type.shape, sorted(node.attrs["dimensions"])
+        runs: list[list[int]] = []
+        for d in dims:
+            # Dimensions of size one take no memory: they do not part a run.
+            if runs and prod(shape[runs[-1][-1] + 1 : d]) == 1:
+                runs[-1].append(d)
+            else:
+                runs.append([d])
+        longest = max(runs, key=lambda run: prod(shape[d] for d in run))
+        kept = [d for d in range(len(shape)) if d not in longest]
+        kind = TensorType(node.type.dtype, tuple(shape[d] for d in kept))
+        attrs = {**node.attrs, "dimensions": tuple(longest)}
+        first = Node("reduce", [value, start], (kind,), attrs, node.called, source=node.source)
+        node.operands = [first, start]
+        node.attrs = {**node.attrs, "dimensions": tuple(i for i, d in enumerate(kept) if d in dims)}
+        steps.append(first)
+    return steps
 
 
 def parts_of(length: int) -> tuple[int, int]:
@@ -159,7 +187,7 @@ def _depth_parts(dot: Node, machine: Machine) -> int:
         # XLA leaves no product of an empty result.
         return 1
     result = DTYPE_BITS[dot.type.dtype] / 8
-    wide = DTYPE_BITS[_accumulated(dot.type.dtype)] / 8
+    wide = DTYPE_BITS[accumulated(dot.type.dtype)] / 8
     tile = min(rows, _TILE) * min(columns, _TILE)
     tiles = batch * ceil(rows / _TILE) * ceil(columns / _TILE)
     step = _STEP_FLOPS.get(arithmetic(dot.operands[0].type.dtype, dot.attrs).passes, 2)
@@ -179,7 +207,7 @@ def _depth_parts(dot: Node, machine: Machine) -> int:
     return min(_PARTS, key=cost)
 
 
-def _accumulated(dtype: str) -> str:
+def accumulated(dtype: str) -> str:
     """The type that products of a result's type are summed in."""
     return "f32" if dtype_family(dtype) in (HALF, FLOAT8) else dtype
 
@@ -209,7 +237,7 @@ def _in_depth_parts(dot: Node, parts: int, program: Program) -> Node:
         attrs[f"{side}_batch_dims"] = (*batch, along)
         attrs[f"{side}_contracting_dims"] = (along + 1,)
     wanted = dot.type
-    dtype = _accumulated(wanted.dtype)
+    dtype = accumulated(wanted.dtype)
     kind = TensorType(dtype, (*wanted.shape[:-2], parts, *wanted.shape[-2:]))
     product = Node("dot", operands, (kind,), attrs, source=dot.source)
     total = summed(product, (len(wanted.shape) - 2,), program, dot.source)

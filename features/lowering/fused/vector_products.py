@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...ir.program import Program
 from .folding import converted, is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite
-from .reductions import product_sizes, summed
+from .reductions import accumulated, product_sizes, summed
 
 #: Products of a matrix with a vector whose operands have fewer elements in a batch than this become
 #: a reduction: the threshold in XLA's dot_strength_reduction.cc. Larger ones are worth a library
@@ -112,8 +112,10 @@ def _vector_sum(
     if not dims[batch:]:
         return None
     kept = [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
-    product = converted(product, dot.type.dtype, dot.source)
+    # XLA sums in the type that it sums products in.
+    product = converted(product, accumulated(dot.type.dtype), dot.source)
     total = summed(product, dims[batch:], program, dot.source)
+    total = converted(total, dot.type.dtype, dot.source)
     wanted = [*dims[:batch], *(d for d in kept if d not in dims[:batch])]
     order = [kept.index(d) for d in wanted]
     for n, place in enumerate(dropped):

@@ -8,107 +8,22 @@ each launch, and less of everything if too few blocks run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from ...devices.device import DeviceSpec
-from ...devices.rules import capability_of, narrow_floats_of
-from ...ir.op_table import OPS, UPDATES, OpSpec, ops_with
-from ...ir.program import DTYPE_BITS
+from ....common.files import own_data
+from ...ir.op_table import PLACED, UPDATES, ops_with
+from ...ir.program import DTYPE_BITS, Program, TensorType
 from .clusters import PRODUCTS, Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
-from .heroes import turns_minor, turns_tiles
+from .heroes import hero_of, turns_minor, turns_tiles
+from .machine import Machine
 
-#: Seconds that one more kernel costs: the launch overhead that XLA's GpuPerformanceModel assumes,
-#: not what a launch takes on the device (its floor).
-LAUNCH_S = 1e-6
-
-
-#: Types that Triton converts, as the compiler (JAX 0.10) lets products for an A100, L40S, H100 and
-#: B200 read them: no unsigned integers, and fp8 of three bits from compute capability 9.0 on.
-_CONVERTED = frozenset(("pred", "s4", "s8", "s16", "s32", "bf16", "f16", "f32", "f8e5m2"))
-_FROM_HOPPER = frozenset(("f8e4m3fn",))
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Properties of a GPU that fusion depends on; by default those of an H100 SXM (data sheet).
-
-    Attributes:
-        bandwidth: Bytes per second of the memory.
-        cache: Bytes of the last-level cache.
-        cores: Multiprocessors.
-        clock: Hertz.
-        lanes: Vector lanes of a multiprocessor.
-        tensor_fusion: Whether softmax becomes one kernel (Triton: compute capability 8.0 up).
-        bf16_arithmetic: Whether sums and products of bf16 have instructions of their own.
-        channels_last: Whether convolutions of any type run with channels innermost.
-        half_channels_last: Whether those of images in 16-bit floats do.
-        fused_products: Whether products take in what makes their operands and follows them, and
-            read and write any order of dimensions, as on TPUs.
-        host: Whether it is a CPU, whose libraries take other forms of convolutions and the largest
-            elements, and nothing of what follows them.
-        converted: Types from which a generated product converts its operands itself; none where
-            all products are the libraries'.
-        narrow: 8-bit floats that products multiply as they are; ``None`` for all of them.
-        capability: Compute capability × 10; 0 of other makers' GPUs.
-    """
-
-    bandwidth: float = 3.35e12
-    cache: float = 50e6
-    cores: int = 132
-    clock: float = 1.98e9
-    lanes: int = 128
-    tensor_fusion: bool = True
-    bf16_arithmetic: bool = True
-    channels_last: bool = True
-    half_channels_last: bool = True
-    fused_products: bool = False
-    host: bool = False
-    converted: frozenset[str] = _CONVERTED | _FROM_HOPPER
-    narrow: frozenset[str] | None = frozenset(("f8e4m3fn", "f8e5m2"))
-    capability: int = 90
-
-
-def machine_of(device: DeviceSpec | None) -> Machine:
-    """Derive the machine from a device description.
-
-    An H100 stands in for a missing description, for one of another platform, and for figures that
-    the description leaves out.
-    """
-    platform = device.platform if device is not None else "gpu"
-    usual = Machine(fused_products=platform == "tpu", host=platform == "cpu")
-    if platform != "gpu":
-        return replace(usual, converted=frozenset())
-    if device is None or not device.levels:
-        return usual
-    target = str(device.compiler.get("target", ""))
-    capability = capability_of(target)
-    # Without a target (or on another vendor's GPU) units for bf16 reveal the generation.
-    # Triton needs compute capability 8.0. For cuDNN XLA has channels innermost in images of 16 bits
-    # from 7.0 on (tensor cores), and in all but volumes from 9.0 on.
-    modern = capability >= 80 if capability else "bf16" in device.peak_flops
-    cache = device.levels[-2].capacity if len(device.levels) > 1 else usual.cache
-    return Machine(
-        bandwidth=device.levels[-1].bandwidth,
-        cache=cache,
-        cores=device.core_count or usual.cores,
-        clock=device.clock_hz or usual.clock,
-        lanes=device.lanes_per_core or usual.lanes,
-        tensor_fusion=modern,
-        converted=_converted(capability or 80) if modern else frozenset(),
-        narrow=narrow_floats_of(target),
-        capability=capability or 0,
-        bf16_arithmetic=(capability or 0) >= 90,
-        channels_last=capability >= 90 if capability else modern,
-        half_channels_last=capability >= 70 if capability else True,
-    )
-
-
-def _converted(capability: int) -> frozenset[str]:
-    return _CONVERTED | _FROM_HOPPER if capability >= 90 else _CONVERTED
-
+#: Steps of a second in which XLA counts time (absl::Duration): smaller differences are none.
+_TICKS = 4e9
+#: Ticks that one more kernel costs: the microsecond that XLA's GpuPerformanceModel assumes for a
+#: launch, not what a launch takes on the device (its floor).
+LAUNCH = 4000
 
 # The form is that of XLA's GpuPerformanceModel, on which PriorityFusion bases its choice. The times
 # only rank fusions against each other; no prediction is made from them.
@@ -117,25 +32,35 @@ def _converted(capability: int) -> frozenset[str]:
 _OVERLAP = 0.95
 #: Bandwidth of L2 over the main memory's: kL2CacheSpeedup, same file.
 _CACHE_SPEED_UP = 2.5
-#: Bandwidth of L1 over L2, and bytes of L1 that count for a core. XLA takes 8 (kL1CacheSpeedup)
-#: and 2 KiB; these were chosen to agree with the compiler's choices on an H100 (docs/fused.md).
-_L1_SPEED_UP = 11.0
-_L1_BYTES = 8192
-#: Bytes of a memory transaction, of which an uncoalesced read uses one element.
-_SECTOR = 32
-#: Elements of a loop kernel's block: 128 threads of four, as XLA's launch dimensions have them.
-_ELEMENTS_PER_BLOCK = 512.0
+#: Bandwidth of L1 over L2, and bytes of L1 that count for a core: kL1CacheSpeedup and
+#: kL1CacheSizePerSM, same place.
+_L1_SPEED_UP = 8.0
+_L1_BYTES = 2048
+#: Bytes of a memory transaction, of which an uncoalesced read uses one element
+#: (kDRAMToL2TransactionSizeBytes).
+_SECTOR = 64
+#: Threads of a loop kernel's block, and most elements of each; threads that a multiprocessor holds,
+#: below which each has one element (ComputeLoopFusionConfig in XLA's gpu_fusible.cc).
+_THREADS, _UNROLLED, _HELD = 128, 4, 2048
 #: Bytes that a block moves in a cycle: an SM issues at most one 32-byte transaction a clock
 #: (AdjustBandwidth in XLA's gpu_performance_model_base.cc).
 _BYTES_PER_CYCLE = 32.0
-_OTHER = OpSpec()
+#: Cycles of an element-wise op by compute capability, the one that stands in for others, and what
+#: an op counts that is not listed, as on any other type than these (GetFlopsForElementwiseOp).
+_CYCLES = own_data("features/lowering/fused/cycles.toml")
+_USUAL_CAPABILITY, _CYCLES_OF_OTHERS = "86", 3.0
+_PROFILED = frozenset(("f16", "f32", "f64"))
+_IDLE = frozenset(("constant", "copy", "dynamic-update-slice", "parameter", "tuple"))
+#: Ops that apply a computation.
+_CALLING = frozenset(("map", "reduce", "reduce-window"))
 #: Ops of which each reader reads other elements, so that what they need adds up.
 _MOVING = ops_with(lambda spec: spec.placed and spec.operands > 0)
-#: Ops whose code branches, and how many branches one kernel's code may have
-#: (kMaxBasicBlockSplitsPerFusion in XLA's gpu_hlo_cost_analysis.h: each may double the code). Short
-#: sums do not count: the compiler puts twelve of them into one concatenation.
-_BRANCHING = frozenset(("concatenate", "pad", "reduce-window"))
-MAX_BRANCHES = 10
+#: Most ops that the code of one kernel has, emitted twice or not (kMaxIRSize in XLA's
+#: gpu_hlo_cost_analysis.h).
+MAX_CODE = 10_000
+#: Cycles of an element of a joined array, and where warps cross the border between two of them;
+#: threads of a warp (HandleConcatenate in XLA's gpu_hlo_cost_analysis.cc).
+_JOIN_CYCLES, _CROSSING_CYCLES, _WARP = 6.0, 400.0, 32
 
 
 class _Read(NamedTuple):
@@ -148,6 +73,7 @@ class _Read(NamedTuple):
         fixed: Elements that are read whatever the count.
         size: Elements of the array.
         width: Bytes of each.
+        apart: Whether it shares no loads with the reads of other ops: what they need adds up.
     """
 
     key: int
@@ -156,6 +82,7 @@ class _Read(NamedTuple):
     fixed: float
     size: float
     width: float
+    apart: bool
 
 
 class Each(NamedTuple):
@@ -164,24 +91,34 @@ class Each(NamedTuple):
     Attributes:
         cycles: Cycles of an element that goes in.
         factor: Elements that go in for one that comes out.
-        branches: Whether its code branches.
         turns: Whether neighbouring results read elements that lie apart.
-        moves: Whether each reader reads other elements, so that what they need adds up.
-        reads: Arrays that it reads, constants left out.
+        reads: Arrays that it reads.
         in_place: How many of these, from the first on, it writes to instead where it is a root.
     """
 
     cycles: float
     factor: float
-    branches: bool
     turns: bool
-    moves: bool
     reads: tuple[_Read, ...]
     in_place: int
 
 
-def _done_by(node: Node) -> Each:
-    """Describe what an op does."""
+def done_by_called(nodes: Iterable[Node], machine: Machine, program: Program) -> dict[int, Each]:
+    """Describe what ops do by computations of a program, by ``id`` of their nodes."""
+    costs: dict[str, float] = {}
+    found = {}
+    for node in nodes:
+        if node.opcode in _CALLING and node.called:
+            name = node.called[0]
+            if name not in costs:
+                inner = program.computations[name].ops
+                costs[name] = sum([_cycles(op.opcode, op.results[0], machine) for op in inner])
+            found[id(node)] = _done_by(node, machine, costs[name])
+    return found
+
+
+def _done_by(node: Node, machine: Machine, called: float | None = None) -> Each:
+    """Describe what an op does; ``called`` are the cycles of the computation that it applies."""
     opcode = node.opcode
     factor = 1.0
     if opcode == "reduce":
@@ -191,26 +128,46 @@ def _done_by(node: Node) -> Each:
     reads = []
     for position, operand in enumerate(node.operands):
         source = source_of(operand)
-        if source.opcode != "constant":
-            width = DTYPE_BITS[source.type.dtype] / 8
-            needed = _needed(node, position)
-            reads.append(_Read(id(source), *needed, float(source.size), width))
-    cycles, branches = (
-        OPS.get(opcode, _OTHER).cycles,
-        opcode in _BRANCHING and not _joins_positions(node),
-    )
+        width = DTYPE_BITS[source.type.dtype] / 8
+        # Each reader has its own copy of a repeated constant, which XLA reads for each element.
+        apart = opcode in _MOVING or _is_splat(source)
+        needed = _needed(node, position)
+        if opcode in ("reduce", "reduce-window") and 2 * position >= len(node.operands):
+            needed = 0.0, 1.0, 1.0 / max(factor, 1.0)  # where it starts is read once
+        reads.append(_Read(id(source), *needed, float(source.size), width, apart))
     updates = opcode == "dynamic-update-slice" and source_of(node.operands[0]).opcode != "constant"
-    return Each(
-        cycles, factor, branches, turns_minor(node), opcode in _MOVING, tuple(reads), int(updates)
-    )
+    if opcode == "concatenate":
+        cycles = _CROSSING_CYCLES if _crosses(node) else _JOIN_CYCLES
+    else:
+        cycles = _cycles(opcode, node.type, machine) if called is None else called
+    if opcode in ("reduce", "reduce-window"):
+        cycles *= max(factor - 1.0, 0.0) / max(factor, 1.0)  # a sum of n has n - 1 additions
+    return Each(cycles, factor, turns_minor(node), tuple(reads), int(updates))
 
 
-def _joins_positions(node: Node) -> bool:
-    """Return whether a concatenation makes the indices of a gather: it is known which is read."""
-    if node.opcode != "concatenate" or not node.type.dtype.startswith("s"):
-        return False
-    along = node.attrs["dimensions"][0]
-    return all(operand.type.shape[along] == 1 for operand in node.operands)
+def _cycles(opcode: str, kind: TensorType, machine: Machine) -> float:
+    """Cycles of an element that goes into an op; of a reduction, those of an addition."""
+    if opcode in PLACED or opcode in _IDLE:
+        return 0.0
+    if opcode in ("reduce", "reduce-window"):
+        opcode = "add"
+    if opcode == "divide" and kind.dtype[0] in "su":
+        opcode = "integer"
+    elif kind.dtype not in _PROFILED:
+        return _CYCLES_OF_OTHERS
+    profile = _CYCLES.get(str(machine.capability), _CYCLES[_USUAL_CAPABILITY])
+    return float(profile.get(opcode, _CYCLES_OF_OTHERS))
+
+
+def _is_splat(node: Node) -> bool:
+    """Return whether a node repeats a constant."""
+    return node.opcode == "broadcast" and source_of(node.operands[0]).opcode == "constant"
+
+
+def _crosses(joined: Node) -> bool:
+    """Return whether warps run over the border between two arrays that are joined."""
+    along = joined.attrs["dimensions"][0]
+    return along > 0 and any(o.type.shape[along] % _WARP for o in joined.operands)
 
 
 def _needed(node: Node, position: int) -> tuple[float, float, float]:
@@ -227,18 +184,24 @@ def _needed(node: Node, position: int) -> tuple[float, float, float]:
     return 1.0, 1.0, 0.0
 
 
-#: What a kernel needs of a value: elements as loads of an array outside, elements that readers
-#: need in the same order, elements that they need one by one, and paths that lead there; then
-#: elements of the value, and bytes of each.
-_Need = tuple[float, float, float, float, float, float]
+#: What a kernel needs of a value, by the walk that reads it: elements, and how often their code is
+#: emitted. Readers of one walk, that of the results or of a value whose elements are moved, share
+#: loads and code (``elementwise_use_roots_`` in XLA's gpu_hlo_cost_analysis.cc).
+_Walks = dict[int, tuple[float, float]]
+#: Those, elements of the value, and bytes of each.
+_Need = tuple[_Walks, float, float]
+#: The walk over the results.
+_RESULTS = 0
 
 
 class Work:
     """Work of a kernel: elements that it computes and reads, found from its results backwards.
 
     Args:
-        members: Nodes of the kernel, operands before users.
+        members: Nodes of the kernel, operands before users; one whose code is emitted twice, for
+            readers that do not share it, stands there twice.
         roots: Nodes whose values it writes.
+        machine: Runs it.
         shared: Whether each value is computed once, however often it is read (softmax kernels).
         known: What each op does, by its node's ``id``; it is filled. Nodes may not change between
             kernels that share it.
@@ -247,32 +210,33 @@ class Work:
         blocks: Thread blocks that it starts.
         cycles: Cycles of all its arithmetic.
         written: Bytes that it writes.
-        branches: Branches in the code of one element; code that is emitted twice counts twice.
         needs: What it needs of nodes outside, by their ``id``.
     """
 
     __slots__ = (
-        *("_known", "_members", "_roots", "_shared", "_turns"),
-        *("blocks", "branches", "cycles", "needs", "written"),
+        *("_code", "_known", "_machine", "_members", "_roots", "_shared", "_turns"),
+        *("blocks", "cycles", "needs", "written"),
     )
 
     def __init__(
         self,
         members: Iterable[Node],
         roots: Sequence[Node],
+        machine: Machine,
         shared: bool = False,
         known: dict[int, Each] | None = None,
     ) -> None:
         members = list(members)
-        self.blocks = max([1.0, *map(blocks_of, roots)])
-        if shared:
-            self.blocks = max([self.blocks, *map(blocks_of, _sums(members))])
+        self._machine = machine
+        # A kernel of rows has a block for some rows, whatever it writes.
+        rows = [node for node in members if node.opcode == "reduce"] if shared else []
+        self.blocks = self._blocks([*roots, *rows] if shared else _sums(members, roots) or roots)
         self.written = sum(map(_written, roots))
-        self.cycles = self.branches = 0.0
+        self.cycles = self._code = 0.0
         self._shared, self._known = shared, {} if known is None else known
         self._members, self._roots, self._turns = members, roots, False
         self.needs: dict[int, _Need] = {
-            id(root): (0.0, float(root.size), 0.0, 0.0, 0.0, 0.0) for root in roots
+            id(root): ({_RESULTS: (float(root.size), 1.0)}, 0.0, 0.0) for root in roots
         }
         self._add(members, frozenset(self.needs))
 
@@ -280,27 +244,24 @@ class Work:
         """Work of a kernel that also computes a value that this one reads.
 
         Args:
-            members: Nodes that make the value, operands before users. This kernel neither computes
-                nor reads any other of them, nor do they read what it computes; repeated constants
-                do not count, which cost nothing.
+            members: Nodes that make the value, operands before users. Those that this kernel
+                computes, too, are computed again.
         """
         joined, members = Work.__new__(Work), list(members)
-        joined._shared, joined._known = self._shared, self._known
+        joined._machine, joined._shared, joined._known = self._machine, self._shared, self._known
         joined._members, joined._roots = [*members, *self._members], self._roots
         joined._turns = self._turns
-        joined.blocks, joined.written = self.blocks, self.written
-        joined.cycles, joined.branches = self.cycles, self.branches
+        # A sum that this one goes on with decides how the kernel runs.
+        sums = _sums(members, members[-1:])
+        joined.blocks = self._blocks(sums) if sums and not self._shared else self.blocks
+        joined.written = self.written
+        joined.cycles, joined._code = self.cycles, self._code
         joined.needs = self.needs.copy()
         joined._add(members, frozenset())
         return joined
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether its loads depend on the order in which its nodes are visited.
-
-        So they do of an array of which some readers share loads and others read their own.
-        """
-        return any(whole and parts for _, whole, parts, _, _, _ in self.needs.values())
+    def _blocks(self, nodes: Iterable[Node]) -> int:
+        return max([1, *[blocks_of(node, self._machine) for node in nodes]])
 
     def _add(self, members: Sequence[Node], roots: frozenset[int]) -> None:
         """Add the work of nodes, and need what they read instead of them."""
@@ -310,80 +271,77 @@ class Work:
             need = needs.pop(id(node), None)
             if need is None:
                 continue
-            _, whole, parts, paths, _, _ = need
-            count = whole + parts
+            walks = need[0]
+            count, paths = map(sum, zip(*walks.values(), strict=True))
             # A softmax kernel keeps rows on the chip: nothing is computed twice.
-            if self._shared:
-                count = min(count, float(node.size))
+            if self._shared and count > node.size:
+                count = node.size
+                walks = {_RESULTS: (float(count), paths)}
             if not count:
                 continue
             each = known.get(id(node))
             if each is None:
-                each = known[id(node)] = _done_by(node)
-            cycles, factor, branches, turns, moves, reads, in_place = each
+                each = known[id(node)] = _done_by(node, self._machine)
+            cycles, factor, turns, reads, in_place = each
             if in_place and id(node) in roots:
                 reads = reads[in_place:]
-            # A node that is computed along several paths has its code emitted once for each.
-            paths = paths or 1.0
-            if branches:
-                self.branches += paths
+            self._code += paths
             self.cycles += cycles * count * factor
             self._turns |= turns
-            for key, times, per, fixed, size, width in reads:
-                wanted = (count * times / per + fixed) * factor
-                if not wanted:
-                    continue
-                before = needs.get(key)
-                # Readers that walk elements in the same order share loads, so the largest need
-                # counts; those that move elements read their own.
-                if before is None:
-                    shared, own = (0.0, wanted) if moves else (wanted, 0.0)
-                    needs[key] = (wanted, shared, own, paths, size, width)
-                    continue
-                loads, shared, own, ways, size, width = before
-                if moves:
-                    needs[key] = (loads + wanted, shared, own + wanted, ways + paths, size, width)
-                else:
-                    most = (max(loads, wanted), max(shared, wanted), own, max(ways, paths))
-                    needs[key] = (*most, size, width)
+            for key, times, per, fixed, size, width, apart in reads:
+                own = needs[key][0].copy() if key in needs else {}
+                for walk, (elements, ways) in ((key, (count, paths)),) if apart else walks.items():
+                    wanted = (elements * times / per + fixed) * factor
+                    if not wanted:
+                        continue
+                    loads, copies = own.get(walk, (0.0, 0.0))
+                    if apart:
+                        own[walk] = (loads + wanted, copies + ways)
+                    else:
+                        own[walk] = (max(loads, wanted), max(copies, ways))
+                if own:
+                    needs[key] = (own, size, width)
 
-    def seconds(self, machine: Machine) -> float:
-        """Estimate the time of one execution without its launch."""
-        # Too few blocks cannot saturate the memory.
-        bandwidth = min(machine.bandwidth, self.blocks * machine.clock * _BYTES_PER_CYCLE)
-        memory = self.written / bandwidth
+    @property
+    def code(self) -> float:
+        """Ops in its code, its inputs among them; what is emitted twice counts twice."""
+        inputs = [copies for walks, _, _ in self.needs.values() for _, copies in walks.values()]
+        return self._code + sum(inputs)
+
+    def ticks(self) -> int:
+        """Estimate the time of one execution without its launch, in quarters of a nanosecond."""
+        machine = self._machine
+        # Too few blocks cannot saturate the memory, nor the caches.
+        most = self.blocks * machine.clock * _BYTES_PER_CYCLE
+        memory = round(self.written / machine.bandwidth * _TICKS)
         # XLA counts no read as coalesced where the minor dimension is another one (its
         # IsReadCoalescedHeuristic), unless tiles are turned in shared memory.
         apart = self._turns and not turns_tiles(self._members, self._roots)
-        for elements, _, _, _, size, width in self.needs.values():
-            total = elements * width
+        for walks, size, width in self.needs.values():
+            total = sum([elements for elements, _ in walks.values()]) * width
             # The first read of each element comes from main memory, repeated ones from a cache if
-            # the array fits.
-            whole = size * width
-            if total <= whole and not apart:
-                memory += total / bandwidth
-                continue
-            net = min(total, whole)
-            # What exceeds the cache is read from memory again.
-            speed = _CACHE_SPEED_UP if net < machine.cache else 1.0
-            if net < _L1_BYTES * machine.cores:
-                speed *= _L1_SPEED_UP
-            again = total - net
-            if apart:
-                # Every element costs a sector; the cache holds what neighbours need.
-                again += total * (_SECTOR / width - 1.0)
-                speed = min(speed, _CACHE_SPEED_UP)
-            memory += net / bandwidth + again / (bandwidth * speed)
-        active = min(self.blocks, float(machine.cores)) * machine.lanes
+            # the array fits. Of a sector that is not read by neighbours one element is used.
+            net = min(total, size * width)
+            bandwidth = machine.bandwidth * width / _SECTOR if apart else machine.bandwidth
+            memory += round(net / min(bandwidth, most) * _TICKS)
+            if total > net:
+                if net < machine.cache:
+                    bandwidth = machine.bandwidth * _CACHE_SPEED_UP
+                    if net < _L1_BYTES * machine.cores:
+                        bandwidth *= _L1_SPEED_UP
+                memory += round((total - net) / min(bandwidth, most) * _TICKS)
+        active = min(self.blocks, machine.cores) * machine.lanes
         # Two operations per lane and clock: XLA counts a fused multiply-add as two.
-        compute = self.cycles / (active * machine.clock * 2.0)
+        compute = round(4.0 * self.cycles / int(active * machine.clock * 2e-9))
         # The longer time plus 5 % of the shorter one.
-        return memory + compute - _OVERLAP * min(memory, compute)
+        return memory + compute - int(_OVERLAP * min(memory, compute) + 0.5)
 
 
-def _sums(members: Iterable[Node]) -> list[Node]:
-    """Reductions of a kernel of rows, which has a block for some rows, whatever it writes."""
-    return [node for node in members if node.opcode == "reduce"]
+def _sums(members: Iterable[Node], roots: Iterable[Node]) -> list[Node]:
+    """Reductions that decide how a kernel runs: those that its results go on with."""
+    inside = {id(node) for node in members}
+    heroes = [hero_of(root, inside) for root in roots]
+    return [node for node in heroes if node.opcode == "reduce" and not is_loop_reduction(node)]
 
 
 def _written(root: Node) -> float:
@@ -395,7 +353,7 @@ def _written(root: Node) -> float:
     return float(root.nbytes)
 
 
-def blocks_of(root: Node) -> float:
+def blocks_of(root: Node, machine: Machine) -> int:
     """Thread blocks that a kernel with this root starts.
 
     XLA's reduction emitters: a block of 1024 threads sums 64 columns over 4096 rows, or 256 threads
@@ -408,6 +366,9 @@ def blocks_of(root: Node) -> float:
         # Whole warps for a row, 16 elements each, at most a block of 1024; rows share a block of
         # 256.
         lanes = min(1024, ceil(reduced.length / 16 / 32) * 32)
-        return root.size / max(1, 256 // lanes)
+        return ceil(root.size / max(1, 256 // lanes))
     size = source_of(root.operands[-1]).size if root.opcode in UPDATES else root.size
-    return size / _ELEMENTS_PER_BLOCK
+    if root.opcode == "concatenate":
+        size = max([operand.size for operand in root.operands])
+    unrolled = gcd(size, _UNROLLED) if size >= _HELD * machine.cores else 1
+    return ceil(size / (_THREADS * unrolled))

@@ -110,7 +110,9 @@ def test_random_bits_are_no_part_of_a_softmax():
 
     *_, bits, softmax = kernels(sampled, spec(2, dtype=jnp.uint32), spec(8192, 1024))
     size = 8192 * 1024 * 4
-    assert (bits.bytes_out, softmax.bytes_in, softmax.bytes_out) == (size, 2 * size, size)
+    # The addition gains the same in either kernel.
+    assert (bits.bytes_out, softmax.bytes_out) == (size, size)
+    assert bits.bytes_in + softmax.bytes_in == pytest.approx(2 * size, rel=1e-3)
 
 
 def test_positions_that_are_joined_for_gathers_are_computed_where_they_are_read():
@@ -593,3 +595,28 @@ def test_products_are_written_in_any_order_of_batch_rows_and_columns(equation, c
     arrays = [spec(*map(sizes.__getitem__, word), dtype=BF16) for word in words]
     kinds = [k.kind for k in kernels(lambda x, y: jnp.einsum(equation, x, y), *arrays)]
     assert (kinds.count("gemm"), kinds.count("copy")) == (1, copies)
+
+
+def test_dimensions_that_lie_apart_are_summed_one_after_the_other():
+    """Group norm's sums, as compiled for an H100: pixels first, then the channels of a group."""
+    sums = kernels(lambda x: x.sum((1, 3)), spec(16, 4096, 32, 8))
+    whole, part, total = 16 * 4096 * 32 * 8 * 4, 16 * 32 * 8 * 4, 16 * 32 * 4
+    assert [(k.bytes_in, k.bytes_out) for k in sums] == [(whole, part), (part, total)]
+
+
+def test_functions_of_a_sum_alone_are_in_its_kernel():
+    """The logarithm is, as compiled for an H100; a factor, which is an array to XLA, is not."""
+    x = spec(2048, 8192)
+    assert len(kernels(lambda x: jnp.log(jnp.exp(x).sum(0)), x)) == 1
+    assert len(kernels(lambda x: jnp.exp(x).sum(0) * 0.5, x)) == 2
+
+
+@pytest.mark.parametrize(("rows", "count"), [(1024, 4), (256, 4)])
+def test_code_that_is_emitted_again_and_again_is_limited(rows, count):
+    """Kernels of an associative scan, as compiled for an H100 (JAX 0.10)."""
+
+    def join(x, y):
+        return x[0] * y[0], y[0] * x[1] + y[1]
+
+    found = kernels(lambda a, b: jax.lax.associative_scan(join, (a, b)), *[spec(rows, 512)] * 2)
+    assert len(found) == count

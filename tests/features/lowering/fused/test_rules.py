@@ -30,11 +30,12 @@ from opcast.features.lowering.fused.clusters import (
 from opcast.features.lowering.fused.epilogues import fuse_epilogues, fuse_softmax
 from opcast.features.lowering.fused.graph import Node, build_graph
 from opcast.features.lowering.fused.loops import drop_dead_state, merge_counters
+from opcast.features.lowering.fused.machine import Machine, machine_of
 from opcast.features.lowering.fused.multi_output import MultiOutputFusion
 from opcast.features.lowering.fused.priority import PriorityFusion
 from opcast.features.lowering.fused.reductions import parts_of
 from opcast.features.lowering.fused.simplify import simplify
-from opcast.features.lowering.fused.work import Machine, Work, machine_of
+from opcast.features.lowering.fused.work import Work
 from opcast.features.lowering.lower import Choice, choose_lowering, lower
 from opcast.features.lowering.options import AUTO
 
@@ -367,10 +368,16 @@ def test_a_producer_adds_to_a_kernel_what_both_need_at_once(
         found = step(self, producer, consumer)
         members = {**producer.members, **consumer.members}
         whole = self._evaluate(members, consumer.roots, consumer.rows or producer.rows)
-        assert (found.branches, found.cycles) == (whole.branches, whole.cycles)
-        assert found.needs.keys() == whole.needs.keys()
-        assert found.seconds(self.machine) == pytest.approx(whole.seconds(self.machine), rel=1e-12)
-        steps.append(self.clusters.are_chained(producer, consumer))
+        # What both compute already is computed twice, for readers that do not share it.
+        shared = bool(set(producer.nodes) & set(consumer.nodes)) or any(
+            len(self._emitted.get(c, c.nodes)) > len(c.nodes) for c in (producer, consumer)
+        )
+        assert found.cycles >= whole.cycles and found.code >= whole.code
+        if not shared:
+            assert (found.code, found.cycles) == (whole.code, whole.cycles)
+            assert found.needs.keys() == whole.needs.keys()
+            assert found.ticks() == whole.ticks()
+        steps.append(not shared)
         return found
 
     def block(x: jax.Array, w: jax.Array) -> jax.Array:
