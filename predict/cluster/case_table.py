@@ -167,6 +167,10 @@ class Cells:
         value = self._mended.get(name, self._row.get(name))
         return None if value is None or value != value or value == "" else value
 
+    def fill(self, cells: Mapping[str, object]) -> None:
+        """Set cells that the table lacks and another source of the same run gives."""
+        self._mended |= cells
+
     def text(self, name: str) -> str:
         """Return a cell as text."""
         value = self._value(name)

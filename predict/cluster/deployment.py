@@ -120,6 +120,18 @@ class Deployment:
                     f"pp={plan.pp} stages for {layers} layers", hint="pp is at most the layers"
                 )
 
+    def rank_batch(self, workers: Workers) -> int:
+        """Return the maximum number of sequences in flight of an attention data-parallel rank.
+
+        Args:
+            workers: The prefill or decode workers.
+        """
+        known = framework_defaults(self.framework)
+        limit = known.policy.max_batch
+        if self.options.drafts and known.drafting and workers is not self.prefill:
+            limit = max(1, known.drafting // workers.plan.dp)
+        return workers.batch or self.options.max_batch or limit
+
     def _check_waits(self) -> None:
         """Check options by which prompts wait to be batched, against the framework and the plan."""
         options, known = self.options, frameworks()

@@ -24,7 +24,7 @@ from ...simulate.serving.latencies import (
     wider,
 )
 from ...simulate.serving.load import Load
-from ...simulate.serving.policies import frameworks, release_note
+from ...simulate.serving.policies import release_note
 from ..devices import generation_note
 from ..operator.prices import weight_only
 from .deployment import Deployment
@@ -297,14 +297,13 @@ def _notes(
             "no run of this framework was measured on any chip; its host time is an average"
         )
     if own.prefill is not None:
-        said = "few runs with separate prefill workers were measured"
         named = f"request/handover/{own.framework}|"
         measured = any(key.startswith(named) for key in learned.values)
-        said += "" if measured else ", none of them with this framework"
-        for name, rules in frameworks().items():
-            if rules.handover and rules.launch and (name == own.framework or not measured):
-                said += f"; {rules.launch.name} {rules.handover}"
-        notes.append(f"{said}: on other machines predictions can be wrong by a factor of several")
+        said = "" if measured else "no run of this framework with prefill workers was measured; "
+        notes.append(
+            f"{said}with separate prefill workers, times to the first token can be wrong by a "
+            "factor of several where prompts queue"
+        )
     spec, model = own.spec, own.model
     formats = {model.weights, model.attention_format, model.expert_weights}
     notes += [

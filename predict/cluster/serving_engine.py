@@ -276,7 +276,7 @@ def engine_policy(deployment: Deployment, workers: Workers, prompt: float) -> Po
     chunked = policy.chunked if options.chunked is None else options.chunked
     return replace(
         policy,
-        max_batch=(workers.batch or options.max_batch or policy.max_batch) * workers.plan.dp,
+        max_batch=deployment.rank_batch(workers) * workers.plan.dp,
         token_budget=budget,
         chunked=chunked or prompt > budget // workers.plan.dp,
         swap=options.preemption == "swap",

@@ -231,7 +231,7 @@ class _Worker:
             self.role,
         )
         policy = framework_defaults(deployment.framework).policy
-        batch = self.workers.batch or options.max_batch or policy.max_batch
+        batch = deployment.rank_batch(self.workers)
         budget = options.token_budget or policy.token_budget
         share = ""
         if options.memory or self.taken.fallback:

@@ -26,8 +26,9 @@ from ...simulate.serving.served import EnginePlan, ServedModel
 from ...simulate.step.named_workloads import make_workload
 from ...simulate.step.presets import find_preset
 from ...simulate.step.workload import Workload
-from .case_table import Cells, meaning, noted_share, noted_sizes, read_rows
-from .deployment import Deployment, Workers
+from .case_table import Cells, case_data, meaning, noted_share, noted_sizes, read_rows
+from .deployment import Deployment, Workers, draft_model
+from .published_engines import published_engines
 from .serving_case import EngineOptions, LoadSpec
 from .serving_load import WAVES, draw
 
@@ -82,11 +83,10 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         OpcastError: The row cannot be represented; the message gives the reason.
     """
     cell = Cells(row)
+    cell.fill(published_engines(cell))
     framework, chunked = framework_of(cell.text("framework")), cell.text("chunked_prefill").lower()
     method, model = cell.text("method").lower(), served_model(cell)
-    accepted = cell.number("spec_accept_len", meaning("accepted", cell.text("spec_decode").lower()))
-    if accepted < 1.0:
-        raise PlanError(f"spec_accept_len={accepted:g} is below 1", hint="tokens of a step")
+    accepted, drafts = _drafts(cell)
     budgets = framework_defaults(framework).budgets.items()
     engine, prefill = _workers(cell, model)
     spec = _load(cell, folder, engine.count)
@@ -106,10 +106,12 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
             batch_wait_ratio=cell.number("batch_wait_ratio", 0.0),
             chunked=chunked.startswith("yes") if chunked.startswith(("yes", "no")) else None,
             accepted=accepted,
-            drafts=ceil(accepted) - 1,
+            drafts=drafts,
             # Benchmarks with random prompts disable the prefix cache, which could not hit.
             prefix_cache=False,
         ),
+        # A table that gives the number of drafts is of a model that drafts by its own module.
+        draft=draft_model("mtp", model, files=False) if cell.count("drafts", 0) else None,
         version=_version(cell, spec),
         source=cell.text("source").split("@")[0],
     )
@@ -121,6 +123,24 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         group=cell.text("model_group") or cell.text("model"),
         measured={name: value for name, value in measured.items() if value == value},
     )
+
+
+def _drafts(cell: Cells) -> tuple[float, int]:
+    """Return the mean tokens of a decoding step, and its draft tokens.
+
+    Each draft token is accepted with the same probability, if those before it are.
+
+    Raises:
+        PlanError: A step gives less than a token.
+    """
+    drafts = cell.count("drafts", -1)
+    accepted = sum(case_data()["acceptance"] ** n for n in range(drafts + 1))
+    if drafts < 0:
+        accepted = meaning("accepted", cell.text("spec_decode").lower())
+    accepted = cell.number("spec_accept_len", accepted)
+    if accepted < 1.0:
+        raise PlanError(f"spec_accept_len={accepted:g} is below 1", hint="tokens of a step")
+    return accepted, ceil(accepted) - 1 if drafts < 0 else drafts
 
 
 def serving_rows(
@@ -147,8 +167,8 @@ def serving_rows(
         most = max(row.spec.concurrency for row in own) / own[0].deployment.engine.count
         limit = 1 << max(0, int(most).bit_length() - 1)
         for at, row in zip(places, own, strict=True):
-            options = replace(row.deployment.options, max_batch=limit)
-            rows[at] = replace(row, deployment=replace(row.deployment, options=options))
+            engine = replace(row.deployment.engine, batch=limit)
+            rows[at] = replace(row, deployment=replace(row.deployment, engine=engine))
     return rows, reasons
 
 
@@ -156,7 +176,8 @@ def _is_sized(row: ServingRow) -> bool:
     """Return whether a row's decode engines were sized for its load without a given limit."""
     own = row.deployment
     apart = own.prefill is not None and own.engine.plan.dp == 1 and row.spec.concurrency > 0
-    return apart and framework_defaults(own.framework).sized and not own.options.max_batch
+    told = own.options.max_batch or own.engine.batch
+    return apart and framework_defaults(own.framework).sized and not told
 
 
 def served_model(cell: Cells) -> ServedModel:
@@ -317,7 +338,7 @@ def _pool(plan: EnginePlan, cell: Cells, model: ServedModel, prefix: str) -> Wor
         )
     if plan.dp > 1 and plan.ep == 1:
         count, plan = count * plan.dp, EnginePlan(tp=plan.tp, pp=plan.pp, moe_tp=plan.tp)
-    return Workers(plan, count)
+    return Workers(plan, count, cell.count(f"{prefix}max_num_seqs", 0))
 
 
 def _means(cell: Cells) -> tuple[float, float]:
@@ -348,9 +369,10 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
         kind, concurrency = "closed", max(concurrency, 1)
     words, means = cell.text("length_dist"), _means(cell)
     spread = _spread(words)
-    prompt, output = (_lengths(mean, spread) for mean in means)
-    if found := re.search(r"outputs (geometric|lognormal)(?: ([\d.]+))?", words):
-        output = ":".join(filter(None, (found[1], f"{means[1]:g}", found[2])))
+    prompt, output = (
+        _lengths(mean, spread, re.search(rf"{whose} (geometric|lognormal)(?: ([\d.]+))?", words))
+        for whose, mean in zip(("prompts", "outputs"), means, strict=True)
+    )
     own = LoadSpec(prompt=prompt, output=output)
     most = MOST_REQUESTS * engines
     if kind == "static-batch":
@@ -364,13 +386,16 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
     return replace(own, rate=rate if 0.0 < rate < UNLIMITED else 0.0, count=count)
 
 
-def _lengths(mean: float, spread: float) -> str:
+def _lengths(mean: float, spread: float, named: re.Match[str] | None) -> str:
     """Return a length distribution as text.
 
     Args:
         mean: Mean length in tokens.
         spread: Shortest over longest length; 1 for equal lengths.
+        named: Name of the distribution and its parameter, if the row gives them.
     """
+    if named:
+        return ":".join(filter(None, (named[1], f"{mean:g}", named[2])))
     if spread >= 1.0:
         return str(max(1, round(mean)))
     high = 2.0 * mean / (1.0 + spread)

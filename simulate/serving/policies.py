@@ -137,9 +137,10 @@ class Framework:
         cache_follows: Weight formats whose checkpoints specify an fp8 cache.
         kernels: Framework whose kernels it runs.
         whole_blocks: Whether it rejects plans that split weights within a scaling block.
+        drafting: Maximum number of sequences in flight over all ranks of an engine that verifies
+            draft tokens and is given no limit; 0 for that of the policy.
         sized: Whether recipes set the engine's batch limit to the concurrency of the load, rounded
             to a power of two.
-        handover: Note about handing requests over between workers; empty for none.
         launch: How a worker is launched; ``None`` if unknown.
     """
 
@@ -158,8 +159,8 @@ class Framework:
     cache_follows: tuple[str, ...] = ()
     kernels: str = "vllm"
     whole_blocks: bool = False
+    drafting: int = 0
     sized: bool = False
-    handover: str = ""
     launch: Launcher | None = None
 
     def has(self, option: str) -> bool:

@@ -31,7 +31,7 @@ from ...models.serving.model import (
     chip_key,
     group_key,
 )
-from ...predict.cluster.case_table import read_cases
+from ...predict.cluster.case_table import Cells, read_cases
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
@@ -168,7 +168,8 @@ def train_serving(
 
 def _good_rows(table: pd.DataFrame, folder: Path) -> list[ServingRow]:
     """Measured rows of a table that are not flagged as faulty."""
-    flags = table.get("flags", pd.Series("", index=table.index)).fillna("")
+    cells = (Cells({str(k): v for k, v in row.items()}) for row in table.to_dict("records"))
+    flags = pd.Series([own.text("flags") for own in cells], table.index, dtype=str)
     read, _ = serving_rows(table[~flags.str.contains(FAULTY)], folder)
     return [row for row in read if row is not None and row.measured]
 
