@@ -207,6 +207,11 @@ def _learned(
     machines = {p[3] for p in paths if p[1] == asked.measured and library in (p[2], LIKE.get(p[2]))}
     # A calibration may have named the cluster itself, which takes precedence over the device.
     machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
+    # Networks differ more than their data sheets (docs/collectives.md): across boxes, only
+    # measurements of this machine and number of devices are used.
+    cell = cell_key(("network", asked.measured, library, machine), world)
+    if len(dims) > 1 and cell not in model.tree.residuals:
+        return None
     table = one_collective(
         asked.measured,
         max(size * (world if asked.gathers else 1), 1.0),
@@ -217,12 +222,7 @@ def _learned(
         library,
         links,
     )
-    # Networks differ more than their data sheets (docs/collectives.md): across boxes, only
-    # measurements of this machine and number of devices are used.
-    cell = cell_key(("network", asked.measured, library, machine), world)
-    if len(dims) > 1 and cell not in model.tree.residuals:
-        return None
-    prediction = {name: own[0] for name, own in model.answer(table, own).items()}
+    prediction = {name: column[0] for name, column in model.answer(table, own).items()}
     measured = prediction["scope"] in ("known", "calibrated")
     if prediction["scope"] == "foreign" or (world > MOST_DEVICES and not measured):
         return None

@@ -148,9 +148,9 @@ def serving_rows(
 ) -> tuple[list[ServingRow | None], list[str]]:
     """Convert the rows of a serving table, and give the reason for each that cannot be represented.
 
-    No column holds the batch limit of decode engines behind prefill workers. Where recipes size
-    them for the load (``sized``), it is taken as the power of two at or below the highest
-    concurrency per engine in a series. Data-parallel ranks have more room than that.
+    Where recipes size decode engines behind prefill workers for the load (``sized``), a batch limit
+    that a row does not give is taken as the power of two at or below the highest concurrency per
+    engine in a series. Data-parallel ranks have more room than that.
 
     Args:
         table: Result of :func:`~.case_table.read_cases`.

@@ -41,7 +41,7 @@ def cost_class(work: AtenKernel, compiled: bool, platform: str) -> str:
         return SOFTMAX if work.kind == SOFTMAX else "update"
     generated = compiled and ("+" in work.name or "norm" in work.name)
     for norm in ("batch_norm", "group_norm"):
-        if norm in work.name and not generated and "+" not in work.name:
+        if norm in work.name and not generated:
             return f"{norm.replace('_', '')}{back}{last}"
     # On a GPU a pass that is not fused takes the same time as in an eager program.
     if generated or (compiled and platform == "cpu"):

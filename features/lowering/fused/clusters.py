@@ -15,6 +15,8 @@ from .layouts import MOVES
 
 #: Ops of the matrix unit.
 PRODUCTS = frozenset(("dot", "convolution"))
+#: Ops whose computation combines two elements, given with an initial value.
+FOLDS = frozenset(("reduce", "reduce-window"))
 #: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
 MAX_OPERANDS = 96
 #: Ops that need no kernel.
@@ -108,7 +110,7 @@ def is_loop(node: Node) -> bool:
 
 def is_consumer(node: Node) -> bool:
     """Return whether producers can be computed inside of the kernel of this node."""
-    return is_loop(node) or node.opcode in UPDATES or node.opcode in ("reduce", "reduce-window")
+    return is_loop(node) or node.opcode in UPDATES or node.opcode in FOLDS
 
 
 def written(node: Node) -> range:

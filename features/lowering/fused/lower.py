@@ -14,7 +14,7 @@ from ...kernels.extract import extract_kernels
 from ...kernels.kernel import LoweredProgram
 from ...kernels.memory import entry_bytes, peak_memory
 from ..op import ragged_notes, uncosted_notes, whole_notes
-from .clusters import Clusters
+from .clusters import FOLDS, Clusters
 from .convolutions import canonical_convs
 from .emit import ComputationWriter, Emitter, bodies_of
 from .epilogues import fuse_epilogues, fuse_softmax
@@ -205,8 +205,6 @@ _KEPT = frozenset(
 _ARITHMETIC = frozenset(("add", "multiply", "subtract"))
 #: Those that a CPU keeps; reducers it has as every GPU.
 _HOST_KEPT = frozenset(("convert", "bitcast-convert"))
-#: Ops whose computation combines two elements, given with an initial value.
-_FOLDS = ("reduce", "reduce-window")
 
 
 def widen(graph: Graph, machine: Machine, program: Program) -> None:
@@ -225,7 +223,7 @@ def widen(graph: Graph, machine: Machine, program: Program) -> None:
             widen(inner, machine, program)
         if node.is_tuple or not any(t.dtype == _NARROW for t in _types(node)):
             return None
-        if node.opcode in _FOLDS:
+        if node.opcode in FOLDS:
             inside = program.computations[node.called[0]].ops if node.called else []
             native = all(op.opcode == "parameter" or op.opcode in kept for op in inside)
             return None if native else _wide(node, tuple(_reducer(n, program) for n in node.called))

@@ -103,9 +103,8 @@ class PriorityFusion:
         self._queue: list[tuple[int, int, int, Cluster]] = []
         self._latest: dict[Cluster, int] = {}
         self._count = 0
-        self._order: dict[
-            Cluster, int
-        ] = {}  # when each was made: among equals the last comes first
+        # When each was made: among equals the last comes first.
+        self._order: dict[Cluster, int] = {}
 
     def run(self) -> None:
         """Fuse until no fusion saves time."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ....common.files import own_data
 from ...ir.op_table import PLACED, UPDATES, ops_with
 from ...ir.program import DTYPE_BITS, Program, TensorType
-from .clusters import PRODUCTS, Shape, is_loop_reduction, reduction, source_of
+from .clusters import FOLDS, PRODUCTS, Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
 from .heroes import hero_of, turns_minor, turns_tiles
 from .machine import Machine
@@ -52,7 +52,7 @@ _USUAL_CAPABILITY, _CYCLES_OF_OTHERS = "86", 3.0
 _PROFILED = frozenset(("f16", "f32", "f64"))
 _IDLE = frozenset(("constant", "copy", "dynamic-update-slice", "parameter", "tuple"))
 #: Ops that apply a computation.
-_CALLING = frozenset(("map", "reduce", "reduce-window"))
+_CALLING = FOLDS | {"map"}
 #: Ops of which each reader reads other elements, so that what they need adds up.
 _MOVING = ops_with(lambda spec: spec.placed and spec.operands > 0)
 #: Most ops that the code of one kernel has, emitted twice or not (kMaxIRSize in XLA's
@@ -132,7 +132,7 @@ def _done_by(node: Node, machine: Machine, called: float | None = None) -> Each:
         # Each reader has its own copy of a repeated constant, which XLA reads for each element.
         apart = opcode in _MOVING or _is_splat(source)
         needed = _needed(node, position)
-        if opcode in ("reduce", "reduce-window") and 2 * position >= len(node.operands):
+        if opcode in FOLDS and 2 * position >= len(node.operands):
             needed = 0.0, 1.0, 1.0 / max(factor, 1.0)  # where it starts is read once
         reads.append(_Read(id(source), *needed, float(source.size), width, apart))
     updates = opcode == "dynamic-update-slice" and source_of(node.operands[0]).opcode != "constant"
@@ -140,7 +140,7 @@ def _done_by(node: Node, machine: Machine, called: float | None = None) -> Each:
         cycles = _CROSSING_CYCLES if _crosses(node) else _JOIN_CYCLES
     else:
         cycles = _cycles(opcode, node.type, machine) if called is None else called
-    if opcode in ("reduce", "reduce-window"):
+    if opcode in FOLDS:
         cycles *= max(factor - 1.0, 0.0) / max(factor, 1.0)  # a sum of n has n - 1 additions
     return Each(cycles, factor, turns_minor(node), tuple(reads), int(updates))
 
@@ -149,7 +149,7 @@ def _cycles(opcode: str, kind: TensorType, machine: Machine) -> float:
     """Cycles of an element that goes into an op; of a reduction, those of an addition."""
     if opcode in PLACED or opcode in _IDLE:
         return 0.0
-    if opcode in ("reduce", "reduce-window"):
+    if opcode in FOLDS:
         opcode = "add"
     if opcode == "divide" and kind.dtype[0] in "su":
         opcode = "integer"
