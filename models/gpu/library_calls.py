@@ -208,8 +208,7 @@ def library_answer(
     seconds, reach = np.empty(len(calls)), np.empty(len(calls))
     for i, call in enumerate(calls):
         if call.routine < 0:
-            moved, zero = np.array([call.bytes]), np.zeros(1)
-            one = pass_seconds(Traffic(moved, zero, zero, np.ones(1)), device, params)
+            one = pass_seconds(Traffic.stream(np.array([call.bytes])), device, params)
             seconds[i] = call.columns * float(one.total[0]) - launch
             reach[i] = transforms.within
         else:

@@ -42,6 +42,10 @@ LOAD_LANES, LOAD_LANES_ELSEWHERE = 32.0, 16.0
 #: and compute unit where the other directions reach 6 to 9 (published-kernels pack, MI60 to
 #: MI250X), so that their two loads count double.
 LOADS, FILTER_LOADS = 2.0, 4.0
+#: Instructions of an integer operation relative to one of floats: a round of threefry, the bulk of
+#: integer work, is five operations (an addition, two shifts and two logical ones) in three
+#: instructions. With rates of integers at half those of floats it counts like floats.
+INTEGERS = 0.5
 #: Log half-widths of the 90 % interval of depthwise convolutions. On those four chips, measured
 #: times are 0.8 (5 %) to 3.1 (85 %) times the estimate; ten times where a library lacks a kernel
 #: for a size.
@@ -57,13 +61,21 @@ class Traffic:
         moved: Bytes read and written.
         again: Bytes that later steps of the kernel read again if the cache has evicted them.
         work: Vector operations.
+        integers: Those of them on integers.
         penalty: Factor on memory time: 1 for streams, more for transposes etc.
     """
 
     moved: np.ndarray
     again: np.ndarray
     work: np.ndarray
+    integers: np.ndarray
     penalty: np.ndarray
+
+    @classmethod
+    def stream(cls, moved: np.ndarray) -> Traffic:
+        """Plain streams of ``moved`` bytes."""
+        zero = np.zeros(len(moved))
+        return cls(moved, zero, zero, zero, np.ones(len(moved)))
 
     def __len__(self) -> int:
         """Number of passes."""
@@ -71,7 +83,8 @@ class Traffic:
 
     def take(self, rows: np.ndarray) -> Traffic:
         """The given rows, by position or mask."""
-        return Traffic(self.moved[rows], self.again[rows], self.work[rows], self.penalty[rows])
+        columns = (self.moved, self.again, self.work, self.integers, self.penalty)
+        return Traffic(*(column[rows] for column in columns))
 
 
 @dataclass(frozen=True)
@@ -156,8 +169,9 @@ def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> 
     outside = np.clip(np.log2(footprint) / (2 * SPILL) + 0.5, 0.0, 1.0)
     moved = traffic.moved + traffic.again * outside
     stream = moved * (cache + outside * (main - cache))
-    # Work counts at the f32 rate for any type; ``routes.traffic`` doubles it for 64 bits.
-    vector = params.vector * traffic.work / device.vector_peak("f32")
+    # Work on floats counts at the f32 rate for any type; ``routes.traffic`` doubles it for 64 bits.
+    rated = (traffic.work - traffic.integers) / device.vector_peak("f32")
+    vector = params.vector * (rated + INTEGERS * traffic.integers / device.vector_peak("s32"))
     launch = np.full(len(traffic), launch_seconds(device, params))
     return PassTimes(launch, traffic.penalty * stream, vector)
 
@@ -190,10 +204,8 @@ def depthwise_seconds(
     """
     # A thread reads one element at a time, like column reductions; filter gradients read along
     # rows.
-    zero = np.zeros(len(moved))
     extra = np.where(filters, 0.0, COLUMN_BYTES * elements)
-    passes = Traffic(moved + extra, zero, zero, np.ones(len(moved)))
-    memory = pass_seconds(passes, device, params).memory
+    memory = pass_seconds(Traffic.stream(moved + extra), device, params).memory
     loads = np.where(filters, FILTER_LOADS, LOADS) * multiplied
     return soft_maximum(memory, loads / _load_rate(device))
 

@@ -189,9 +189,7 @@ class Products:
         return np.where(run * width < VECTOR, b * m * k / rate, 0.0)
 
     def _stream(self, moved: np.ndarray) -> np.ndarray:
-        zero = np.zeros(len(moved))
-        traffic = Traffic(moved, zero, zero, np.ones(len(moved)))
-        return pass_seconds(traffic, self.device, self.params).memory
+        return pass_seconds(Traffic.stream(moved), self.device, self.params).memory
 
     def _ways(self, rows: pd.DataFrame, *, grouped: bool) -> np.ndarray:
         """Look-up of each product: its matrix rate, and how its batch is looked up.

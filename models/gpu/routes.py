@@ -260,7 +260,7 @@ def traffic(row: np.ndarray) -> Traffic:
         + COLUMN_BYTES * column * summed / np.maximum(moved, 1.0)
         + SCATTERED * share["scattered"] * (c("scatter_combines") > 0)
     )
-    # Integer work is mostly index arithmetic, on separate units since Volta.
+    # Integer work is a part of the others.
     work = sum(
         row[:, i]
         for name, i in INDEX.items()
@@ -269,17 +269,22 @@ def traffic(row: np.ndarray) -> Traffic:
     work = np.asarray(work + c("dense_flops"))
     # Engineering estimate: data-centre chips run f64 at about half the f32 rate, others far slower.
     wide = np.where(c("dtype_wide") > 0, 2.0, 1.0)
-    reduced = (c("reduce_minor") > 0) & (c("reduce_length") >= LONG_ROW)
-    # A softmax gradient reduces nothing itself: it takes exponentials of every element, and
-    # combines them with one number per row.
-    normalised = (c("broadcast_minor") > 0) & (c("out_minor") >= LONG_ROW)
-    normalised &= c("work_transcendental") >= elements
+    exponentials = c("work_transcendental") >= elements
+    arrays = c("n_inputs") - c("n_scalar_inputs")
     # A plain sum or maximum of one array streams: the steps are explained without its share.
-    single = (c("work_transcendental") == 0) & (c("n_inputs") - c("n_scalar_inputs") <= 1)
+    # Kernels that also write the rows hold them meanwhile, as normalizations do.
+    reduced = (c("reduce_minor") > 0) & (c("reduce_length") >= LONG_ROW)
+    reduced &= c("out_elements") < elements / 2.0
+    reduced &= exponentials | (c("bytes_in") >= 1.5 * c("operand_bytes_max"))
+    # A softmax gradient reduces nothing itself: it takes exponentials of every element, and
+    # combines two arrays with two numbers per row. Gates have fewer of either.
+    normalised = (c("broadcast_minor") > 0) & (c("out_minor") >= LONG_ROW)
+    normalised &= exponentials & (arrays >= 4)
     length = np.where(reduced, c("reduce_length"), c("out_minor"))
     longest = np.minimum(LONGEST_ROW / np.maximum(length, 1.0), 1.0)
-    again = LONG_ROWS * moved * longest * ((reduced & ~single) | normalised)
-    return Traffic(moved + dragged, again, work * wide, penalty)
+    again = LONG_ROWS * moved * longest * (reduced | normalised)
+    integers = np.minimum(c("work_integer"), work)
+    return Traffic(moved + dragged, again, work * wide, integers * wide, penalty)
 
 
 def irregular(row: np.ndarray) -> np.ndarray:

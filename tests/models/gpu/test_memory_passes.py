@@ -24,7 +24,7 @@ PLAIN = MemoryParams(hbm=0.8, cache=0.5, edge=1.0, launch_cycles=2000.0, vector=
 def stream(*moved: float, work: float = 0.0, penalty: float = 1.0) -> Traffic:
     size = np.array(moved, np.float64)
     one = np.ones(len(size))
-    return Traffic(size, 0 * size, work * one, penalty * one)
+    return Traffic(size, 0 * size, work * one, 0 * size, penalty * one)
 
 
 def test_a_long_stream_takes_its_share_of_the_bandwidth(round_gpu: MakeGpu) -> None:
@@ -48,10 +48,20 @@ def test_arithmetic_and_penalties_count(round_gpu: MakeGpu) -> None:
     assert slow.memory[0] == pytest.approx(1.25 * fast.memory[0])
 
 
+def test_integers_run_at_their_own_rate(round_gpu: MakeGpu) -> None:
+    one, work = np.ones(1), np.array([1e12])
+    passes = Traffic(one, 0 * one, work, work, one)
+    # 1e12 operations at half an instruction each: as long as floats where integers have half their
+    # rate, and half of that where both have one rate.
+    for rate, seconds in ((5e12, 0.1), (1e13, 0.05)):
+        device = round_gpu(vector_flops={"f32": 1e13, "s32": rate})
+        assert pass_seconds(passes, device, PLAIN).vector[0] == pytest.approx(seconds)
+
+
 def test_more_bytes_never_take_less_time(round_gpu: MakeGpu) -> None:
     sizes = np.exp(np.linspace(np.log(1.0), np.log(1e11), 500))
     one = np.ones(500)
-    passes = Traffic(sizes, sizes, sizes, one)
+    passes = Traffic(sizes, sizes, sizes, 0 * sizes, one)
     total = pass_seconds(passes, round_gpu(), MemoryParams()).total
     assert (np.diff(total) >= -1e-12 * total[1:]).all()
 

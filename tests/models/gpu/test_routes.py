@@ -125,47 +125,79 @@ ENTRY e {
     assert found.penalty[0] - 1.0 == pytest.approx(extra, rel=0.01)
 
 
-def rows_of_scores(length: int) -> str:
-    """A softmax's gradient: exponentials of rows, times a number for each row."""
+def gradient_of_rows(length: int, arrays: int = 2) -> str:
+    """A softmax's gradient: exponentials of rows less a number each, times others less another.
+
+    With one array, it is a gate: the exponentials times the second number.
+    """
     shape = f"bf16[64,{length}]"
+    inputs = [f"bf16[64,{length}]"] * arrays + ["bf16[64]"] * 2
+    inside = "".join(f"  i{n} = {kind} parameter({n})\n" for n, kind in enumerate(inputs))
+    outside = "".join(f"  o{n} = {kind} parameter({n})\n" for n, kind in enumerate(inputs))
+    names = ", ".join(f"o{n}" for n in range(len(inputs)))
+    other = f"  e = {shape} subtract(i1, d)\n" if arrays == 2 else ""
     return (
-        f"HloModule m\nf {{\n  a = {shape} parameter(0)\n  b = bf16[64] parameter(1)\n"
-        f"  c = {shape} exponential(a)\n  d = {shape} broadcast(b), dimensions={{0}}\n"
-        f"  ROOT e = {shape} multiply(c, d)\n}}\nENTRY m {{\n  p = {shape} parameter(0)\n"
-        f"  q = bf16[64] parameter(1)\n  ROOT r = {shape} fusion(p, q), kind=kLoop, calls=f\n}}\n"
+        f"HloModule m\nf {{\n{inside}"
+        f"  b = {shape} broadcast(i{arrays}), dimensions={{0}}\n"
+        f"  d = {shape} broadcast(i{arrays + 1}), dimensions={{0}}\n"
+        f"  s = {shape} subtract(i0, b)\n  c = {shape} exponential(s)\n{other}"
+        f"  ROOT r = {shape} multiply(c, {'e' if other else 'd'})\n}}\nENTRY m {{\n{outside}"
+        f"  ROOT r = {shape} fusion({names}), kind=kLoop, calls=f\n}}\n"
     )
 
 
-def test_long_rows_of_a_softmax_are_read_again() -> None:
-    kernels = [kernel_from_ir(rows_of_scores(n)) for n in (4096, 128, 2 * LONGEST_ROW)]
+def test_long_rows_of_a_softmax_gradient_are_read_again() -> None:
+    kernels = [kernel_from_ir(gradient_of_rows(n)) for n in (4096, 128, 2 * LONGEST_ROW)]
+    kernels.append(kernel_from_ir(gradient_of_rows(4096, arrays=1)))
     found = traffic(describe(kernels, DEVICE).row)
-    # Two arrays of 64 rows of 2 bytes, and 64 factors.
-    assert found.again[0] == pytest.approx(LONG_ROWS * (2 * 2 * 64 * 4096 + 2 * 64))
+    # Three arrays of 64 rows of 2 bytes, and two numbers for each row.
+    assert found.again[0] == pytest.approx(LONG_ROWS * (3 * 2 * 64 * 4096 + 2 * 2 * 64))
     assert found.again[1] == 0.0
     # Of longer rows no more bytes are read again than of the longest.
     assert found.again[2] == pytest.approx(LONG_ROWS * found.moved[2] / 2)
+    assert found.again[3] == 0.0
 
 
-def rows_reduced(work: str) -> str:
-    """A sum over rows of 4096 elements of one array, or of the product of two."""
-    two = work == "multiply(a, b)"
+ROWS = "f32[64,4096]"
+
+
+def rows_reduced(lines: str, other: str = ROWS, written: str = "") -> str:
+    """A sum over rows of 4096 elements; ``written``, an output that is written besides."""
+    results, root = "f32[64]", "reduce(c, i), dimensions={1}, to_apply=add"
+    body = f"  ROOT r = {results} {root}\n"
+    if written:
+        results = f"(f32[64], {written})"
+        body = f"  s = f32[64] {root}\n  ROOT r = {results} tuple(s, c)\n"
     return (
         "HloModule m\nadd {\n  x = f32[] parameter(0)\n  y = f32[] parameter(1)\n"
         "  ROOT z = f32[] add(x, y)\n}\n"
-        "f {\n  a = f32[64,4096] parameter(0)\n"
-        + ("  b = f32[64,4096] parameter(1)\n" if two else "")
-        + f"  c = f32[64,4096] {work}\n  i = f32[] constant(0)\n"
-        "  ROOT r = f32[64] reduce(c, i), dimensions={1}, to_apply=add\n}\n"
-        "ENTRY m {\n  p = f32[64,4096] parameter(0)\n  q = f32[64,4096] parameter(1)\n"
-        f"  ROOT r = f32[64] fusion(p{', q' if two else ''}), kind=kInput, calls=f\n}}\n"
+        f"f {{\n  a = {ROWS} parameter(0)\n  b = {other} parameter(1)\n{lines}"
+        f"  i = f32[] constant(0)\n{body}}}\n"
+        f"ENTRY m {{\n  p = {ROWS} parameter(0)\n  q = {other} parameter(1)\n"
+        f"  ROOT r = {results} fusion(p, q), kind=kInput, calls=f\n}}\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("work", "again"), [("negate(a)", False), ("exponential(a)", True), ("multiply(a, b)", True)]
+    ("kernel", "again"),
+    [
+        (rows_reduced(f"  c = {ROWS} negate(a)\n", "f32[]"), False),
+        (rows_reduced(f"  c = {ROWS} exponential(a)\n", "f32[]"), True),
+        (rows_reduced(f"  c = {ROWS} multiply(a, b)\n"), True),
+        # A vector is no second array, and what is written is held: a normalization streams.
+        (
+            rows_reduced(
+                f"  d = {ROWS} broadcast(b), dimensions={{1}}\n  c = {ROWS} add(a, d)\n",
+                "f32[4096]",
+            ),
+            False,
+        ),
+        (rows_reduced(f"  c = {ROWS} exponential(a)\n", "f32[]", written=ROWS), False),
+    ],
+    ids=["sum", "exponentials", "two arrays", "bias", "normalization"],
 )
-def test_a_plain_sum_of_rows_streams(work: str, again: bool) -> None:
-    found = traffic(describe([kernel_from_ir(rows_reduced(work))], DEVICE).row)
+def test_which_sums_of_rows_stream(kernel: str, again: bool) -> None:
+    found = traffic(describe([kernel_from_ir(kernel)], DEVICE).row)
     assert bool(found.again[0] > 0) is again
 
 
