@@ -161,6 +161,19 @@ def test_a_batch_of_products_is_a_product_of_all_their_rows(model: CostModel) ->
     assert batched * 1e6 == pytest.approx(31.6, rel=0.15)
 
 
+def test_small_matrices_take_longer_than_one_product_of_their_rows(model: CostModel) -> None:
+    assert isinstance(model.estimator, GpuEstimator)
+    # On chips with and without a table of XLA's products: 100,000 of 8 x 8 x 8.
+    known, other = (
+        Products(model.estimator.operators, find_device(name), model.estimator.memory)
+        for name in ("h100-sxm", "a100-sxm-80gb")
+    )
+    sizes = {"b": [100_000, 1], "m": [8, 800_000], "n": [8, 8], "k": [8, 8]}
+    asked = pd.DataFrame({**sizes, "rate": "bf16", "width": 2.0, "stored": 1.0})
+    (own, _), (many, one) = known.products(asked).latency, other.products(asked).latency
+    assert many > 2.0 * one and many > own
+
+
 @pytest.mark.parametrize("name", ["mi300x", "mi355x", "mi350x"])
 def test_a_product_on_amd_is_that_of_the_operator_query(model: CostModel, name: str) -> None:
     """One where XLA measured the chip itself; else both intervals hold a common time."""
