@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
+from ...common.errors import PlanError
 from ...common.interval import Interval
+from ...common.units import duration
 from ...models.operators import OpModel
 from ...models.serving.effects import ServingEffects
-from ...models.serving.ends import SATURATED
 from ...models.serving.model import METRICS as MODEL_METRICS
 from ...models.serving.model import REQUEST_TIME, ServingModel
 from ...simulate.serving.latencies import (
@@ -20,7 +22,6 @@ from ...simulate.serving.latencies import (
     served,
     states_of,
     tied,
-    typical_wait,
     wider,
 )
 from ...simulate.serving.load import Load
@@ -43,14 +44,14 @@ from .serving_engine import (
 from .serving_load import context_note, draw, load_of, tail_note
 from .serving_prediction import ServingPrediction
 from .serving_run import Simulated, run_load
+from .serving_waits import binding_limit, drifted, waits, why_waiting
 
 #: Utilization (offered rate over maximum throughput) up to which an engine is considered stable:
 #: its queues do not grow with the length of the run. Engineering choice.
 STABLE = 0.9
-#: Coefficient of variation of output lengths up to which the requests of a closed loop stay in
-#: lock-step: at 3 %, 16 and 64 requests of Llama 3.1 70B wait 1.1 and 1.2 times as long as at 12 %,
-#: at 0 % four times as long.
-LOCK_STEP = 0.03
+#: Fraction of the mean time to the first token below which requests that drift apart count as
+#: waiting less. Engineering choice.
+DRIFTED = 0.95
 #: Probability from which an event lies inside the 90 % interval: 5 % lie beyond each bound.
 LIKELY = 0.05
 
@@ -152,29 +153,37 @@ class ServingPredictor:
         deployment, spec = found.asked, found.spec
         load, run, seen, queued = found.load, found.run, found.seen, found.queued
         tier = self.model.tier(found.context)
-        overload = 0.0
+        overload, full = 0.0, ""
+        drift = self._drift(found)
         if found.room < inf:
             ends, spans, overload = self._open(found)
             share, moved = 1.0 / found.room, 1.0 / found.link_room
-            full = f"the load is {share:.0%} of their maximum throughput" if share > STABLE else ""
+            limit = binding_limit(found)
             if moved > max(share, STABLE):
                 full = f"the load is {moved:.0%} of what the links between them can transfer"
+            elif share > STABLE:
+                full = f"the load is {share:.0%} of their maximum throughput"
+                full += f", and requests wait for room in {limit}" if limit else ""
+            full = f"the engines are saturated: {full}" if full else ""
         else:
             ends, spans = self._tied(found, tier, queued)
-            waits = (typical_wait(load, run) if load.concurrency else queued) > SATURATED
-            full = "most of the time to the first token is spent waiting" if waits else ""
+            # Lock-step alone is no saturation.
+            full = why_waiting(drift[1] if drift else found) if waits(load, run) else ""
+        # First tokens of requests that drift apart come as early as those of the spread load.
+        early = self._tied(drift[1], tier, drift[1].queued)[0][:1] if drift else []
         figures = {}
         for metric in METRICS:
             for level in ("mean", "std", *LEVELS):
-                own = [each.figure(metric, level) for each in (seen, *ends)]
+                more = early if metric == "ttft" and level != "std" else []
+                own = [each.figure(metric, level) for each in (seen, *ends, *more)]
                 name = f"p{level}" if isinstance(level, int) else level
                 figures[f"{metric}/{name}"] = Interval.outer(own)
+        good = [each.good(slo) for each in (seen, *ends, *early)]
         spent = Interval.outer(spans)
         requests, tokens = (
             Interval(total / spent.value, total / spent.hi, total / spent.lo)
             for total in (load.count, found.output_tokens)
         )
-        good = [each.good(slo) for each in (seen, *ends)]
         if overload > LIKELY and min(slo.ttft, slo.e2e) < inf:
             # Under overload the share of requests that meet the SLO falls towards 0 over time.
             good.append(0.0)
@@ -201,6 +210,7 @@ class ServingPredictor:
                 *wide_notes(found.deployment),
                 *engine_notes(deployment.options, memory),
                 *_notes(found, tier, full, self.model.effects),
+                *_drift_note(drift),
                 *tail_note(spec, load, run, saturated=overload > 0.5),
                 *context_note(deployment.context, load),
                 *release_note(deployment.framework, deployment.version),
@@ -253,6 +263,25 @@ class ServingPredictor:
         overload = 1.0 - Interval(1.0, fast, slow).chance_below(room)
         return ends, spans, 1.0 if found.link_room < 1.0 else overload
 
+    def _drift(self, found: Simulated) -> tuple[str, Simulated] | None:
+        """Simulate a closed loop in lock-step with its lengths spread.
+
+        Args:
+            found: Simulation of the load.
+
+        Returns:
+            The option that spreads the lengths, and the simulation; ``None`` if the requests are
+            not in lock-step, or wait as long when they are spread.
+        """
+        spread = drifted(found.load, found.spec.seed)
+        # The longest of the spread requests may be too long for the cache.
+        with suppress(PlanError):
+            if spread:
+                loose = self.simulate(found.asked, found.spec, spread[1])
+                before, after = (own.seen.figure("ttft", "mean") for own in (found, loose))
+                return (spread[0], loose) if after < DRIFTED * before else None
+        return None
+
     def _tied(self, found: Simulated, tier: str, queued: float) -> tuple[list[Served], list[float]]:
         """Return latencies at both bounds, and run times in seconds: estimate, lower, upper."""
         first, whole = (found.seen.figure(metric, "mean") for metric in ("ttft", "e2e"))
@@ -281,10 +310,10 @@ def _notes(
     Args:
         found: The simulated run.
         tier: How closely measured runs resemble this one (``ServingModel.tier``).
-        full: Why the engines are saturated; empty if they are not.
+        full: Note on what requests wait for; empty if they hardly wait.
         learned: Random effects of the serving model.
     """
-    own, load = found.deployment, found.load
+    own = found.deployment
     known = {
         "new": "no run on chips of this generation was measured; intervals come from predicting "
         "held-out generations",
@@ -313,13 +342,23 @@ def _notes(
     ]
     notes += generation_note(spec)
     if full:
-        notes.append(f"the engines are saturated: {full}")
-    mean = float(load.outputs.mean())
-    if 1 < load.concurrency < len(load.outputs) and load.outputs.std() <= LOCK_STEP * mean:
-        notes.append(
-            "requests of a closed loop with (nearly) equal output lengths start and end together "
-            "in the simulation, while those of real clients drift apart, so the predicted time to "
-            "the first token is too long. Give the outputs a distribution, for example "
-            f"--output uniform:{round(0.8 * mean)}:{round(1.2 * mean)}"
-        )
+        notes.append(full)
     return tuple(notes)
+
+
+def _drift_note(drift: tuple[str, Simulated] | None) -> tuple[str, ...]:
+    """Return a note on a closed loop in lock-step.
+
+    Args:
+        drift: Result of :meth:`ServingPredictor._drift`.
+    """
+    if drift is None:
+        return ()
+    option, loose = drift
+    mean = loose.seen.figure("ttft", "mean")
+    return (
+        "requests of a closed loop with (nearly) equal output lengths start and end together in "
+        "the simulation, while those of real clients drift apart, so the predicted time to the "
+        f"first token is too long: with {option} it is {duration(mean * 1e6)} on average, which "
+        "its lower bounds allow for",
+    )
