@@ -99,6 +99,13 @@ def test_racks_are_used_in_part():
     assert found.topology.dims == joined("gb200", 256).topology.dims
 
 
+@pytest.mark.parametrize(("name", "port"), [("dgx-gb200-x144", 50e9), ("dgx-gb300-x144", 100e9)])
+def test_racks_have_the_ports_of_their_own_cards(name, port):
+    """ConnectX-7 of 400 Gb/s for each GPU of a GB200 NVL72, ConnectX-8 of 800 in a GB300's."""
+    inner, outer = find_cluster(name).topology.dims
+    assert (inner.size, outer.size, outer.bandwidth) == (72, 2, port)
+
+
 def test_several_boxes_of_any_device():
     pod = find_cluster("mi300x-x64")
     assert [(d.name, d.size, d.bandwidth) for d in pod.topology.dims] == [
