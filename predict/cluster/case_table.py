@@ -188,9 +188,16 @@ class Cells:
         except ValueError:
             raise DatasetError(f"{name}={value!r} is not a number", where=self.text("id")) from None
 
-    def count(self, name: str, default: int) -> int:
-        """Return a cell as an integer."""
-        return round(self.number(name, default))
+    def count(self, name: str, default: int, least: int = 0) -> int:
+        """Return a cell as an integer of at least ``least``; a default may be less.
+
+        Raises:
+            DatasetError: The cell is not a number, or is below ``least``.
+        """
+        value = round(self.number(name, default))
+        if value < least and value != default:
+            raise DatasetError(f"{name}={value} is below {least}", where=self.text("id"))
+        return value
 
     def flag(self, name: str, default: Default) -> bool | Default:
         """Return a cell as a flag; the default if it is empty."""

@@ -360,10 +360,10 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
         if not file.exists():
             raise DatasetError(f"there is no trace {trace}", where=str(folder))
         return LoadSpec(requests=file)
-    concurrency = cell.count("concurrency", 0)
+    concurrency = cell.count("concurrency", 0, least=1)
     count = cell.count("n_requests", 0)
     if kind in ("closed", "static-batch") and concurrency < 1:
-        raise PlanError(f"load {kind} needs a concurrency", hint="give concurrency")
+        raise PlanError(f"load {kind} needs a concurrency of at least 1", hint="give concurrency")
     if kind == "single-stream" or (kind == "offline" and 0 < concurrency < count):
         # All requests are available at once, but concurrency limits those in flight.
         kind, concurrency = "closed", max(concurrency, 1)

@@ -137,7 +137,7 @@ def _block(cell: Cells, batch: int, plan: Plan) -> float:
 
 def _cluster(cell: Cells) -> Cluster:
     device = find_typed(cell.text("device")).name
-    count = cell.count("partitions", 0) or cell.count("n_devices", 1)
+    count = cell.count("partitions", 0) or cell.count("n_devices", 1, least=1)
     per_node = cell.count("devices_per_node", 0)
     network = cell.number("network") * 1e9
     if cell.text("network_scope") == "node" and per_node:

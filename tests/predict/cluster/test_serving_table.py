@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opcast.common.errors import DatasetError, PlanError
+from opcast.common.errors import DatasetError, OpcastError, PlanError
 from opcast.models.serving.effects import ServingEffects
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.case_table import read_cases, read_rows
@@ -235,14 +235,17 @@ def test_accepted_drafts_make_steps_fewer_and_wider() -> None:
         ({"layers": None}, "sizes of llama are not known"),
         ({"load": "bursty"}, "'bursty' is not known"),
         ({"osl": None}, "lengths"),
-        ({"concurrency": None}, "concurrency"),
+        ({"concurrency": None}, "needs a concurrency of at least 1"),
+        ({"concurrency": 0}, "needs a concurrency of at least 1"),
+        ({"concurrency": -8}, "concurrency=-8 is below 1"),
+        ({"n_gpus": -8}, "n_gpus=-8 is below 0"),
         ({"tp": None, "n_gpus": None}, "neither tp nor n_gpus"),
         ({"weight_dtype": "ternary"}, "ternary"),
         ({"spec_accept_len": 0.5}, "below 1"),
     ],
 )
 def test_what_cannot_be_expressed_says_why(change: dict[str, object], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(OpcastError, match=says):
         serving_row({**DENSE, **change})
 
 

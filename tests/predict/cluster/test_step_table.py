@@ -145,6 +145,8 @@ def test_notes_hold_latent_attention_and_shared_experts() -> None:
         ({"dtype": "int3"}, "int3"),
         ({"device": "h900"}, "h900"),
         ({"n_devices": 12}, "takes 16 devices"),
+        ({"n_devices": 0}, "n_devices=0 is below 1"),
+        ({"micro_batch": -2}, "micro_batch=-2 is below 0"),
         ({"layers": "many"}, "many"),
         ({"heads": 30}, "does not divide|not a multiple"),
     ],
