@@ -12,6 +12,7 @@ import numpy as np
 
 from ...common.errors import PlanError
 from ...common.interval import Interval, step_fields
+from ...common.units import likely
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators.op import Op
@@ -19,7 +20,7 @@ from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import board_law, cap_share, under_cap
 from ...models.steps.effects import OWN, StepContext, device_context, is_compiled
-from ...models.steps.memory import law_of, weight_copies
+from ...models.steps.memory import interval_of, law_of, weight_copies
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
@@ -64,6 +65,7 @@ class StepPrediction:
         step: Times in seconds.
         interval: ``step.total`` with its 90 % interval.
         fit: Memory use, and whether it fits.
+        needed: Memory of the fullest device with its 90 % interval.
         peak_flops: Matrix peak of one device for the format of the layers' products.
         peak_format: That format; a wider one if the device has no rate for it.
         operators: Seconds of operators of the busiest stage, by name.
@@ -88,6 +90,7 @@ class StepPrediction:
     step: StepTime
     interval: Interval
     fit: Fit
+    needed: Interval
     peak_flops: float
     peak_format: str
     operators: dict[str, float]
@@ -106,6 +109,11 @@ class StepPrediction:
     def flops_per_device(self) -> float:
         """Model FLOP/s of one device, without recomputation (Chowdhery et al., PaLM, app. B)."""
         return self.workload.model_flops() / self.step.total / self.plan.devices
+
+    @property
+    def may_fit(self) -> bool:
+        """Return whether the plan does not fit by the estimate, but fits within its error."""
+        return not self.fit.fits and self.fit.host_fits and self.needed.lo <= self.fit.capacity
 
     def to_dict(self) -> dict[str, object]:
         """Return JSON data, as ``opcast simulate --json`` prints it."""
@@ -154,6 +162,9 @@ class StepPrediction:
     def notes(self) -> list[str]:
         """Return known limits of the prediction."""
         notes = [self.fit.reason()] if not self.fit.fits else []
+        if self.may_fit:
+            chance = 1.0 - self.needed.chance_below(self.fit.capacity)
+            notes[0] = f"may not fit, out of memory {likely(chance)}: {notes[0]}"
         share = exchange_wait(self.workload, self.step) / self.step.total
         if share > EXCHANGE_SHARE:
             notes.append(
@@ -338,6 +349,7 @@ class StepPredictor:
             step=step,
             interval=interval,
             fit=fit,
+            needed=interval_of(self.learned.memory, self.framework, fit.worst.total),
             peak_flops=self.spec.matrix_peak(FORMATS[workload.product_dtype].rate),
             peak_format=workload.product_dtype,
             operators=by_name(seconds),

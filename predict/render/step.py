@@ -26,13 +26,12 @@ TOP = 8
 def print_step(console: Console, prediction: StepPrediction) -> None:
     """Print a step's time, its parts, the memory of the devices, and notes."""
     s, n = prediction.step, prediction.plan.devices
-    fit, span = prediction.fit, prediction.interval
-    needed, most = fit.worst.total, fit.capacity
+    span = prediction.interval
     console.print(
         timed_headline(
             s.total * 1e6, span.lo * 1e6, span.hi * 1e6, f"on {n} × {prediction.device}", " a step"
         )
-        + (unfit(needed, most) if fit.host_fits else unfit(fit.offloaded, fit.host.capacity))
+        + _fit_remark(prediction)
     )
     mfu = prediction.flops_per_device / prediction.peak_flops
     tokens = prediction.workload.batch * prediction.workload.seq / s.total
@@ -57,6 +56,18 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
         listed = ", ".join(f"{k[:-3]} {duration(v)}" for k, v in parts.items())
         console.print(f"with jitter: {listed}")
     print_notes(console, prediction.notes())
+
+
+def _fit_remark(prediction: StepPrediction) -> Text:
+    """Return the headline's remark on a plan that does not fit, or not by the estimate alone."""
+    if prediction.may_fit:
+        return Text(", may not fit", style="bold yellow")
+    fit = prediction.fit
+    return (
+        unfit(fit.worst.total, fit.capacity)
+        if fit.host_fits
+        else unfit(fit.offloaded, fit.host.capacity)
+    )
 
 
 def _energy(prediction: StepPrediction) -> str:

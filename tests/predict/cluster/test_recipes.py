@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
+from io import StringIO
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from opcast.common.errors import PlanError
 from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.recipes import as_run, interleaved, may_fit
 from opcast.predict.cluster.step_case import StepCase
+from opcast.predict.render.step import print_step
 from opcast.server import agent
 from opcast.server.cluster_schemas import SimulateQuery
 from opcast.simulate.step.fitting import Fit
@@ -117,6 +120,12 @@ def test_a_pipeline_is_interleaved_where_that_fits(recompute, fits):
     assert found.plan == chunks.plan and found.step.total == chunks.step.total
     assert found.interval.lo == min(plain.interval.lo, chunks.interval.lo)
     assert found.interval.hi == max(plain.interval.hi, chunks.interval.hi)
+    # By the lower end, exp(-0.2) of the count, 81 GiB are 66 of 79, and 106 are 87.
+    assert found.may_fit == (fits == (True, False))
+    printed = StringIO()
+    print_step(Console(file=printed, width=120), found)
+    said = ", may not fit" if found.may_fit else "" if found.fit.fits else ", does NOT fit"
+    assert printed.getvalue().splitlines()[0].endswith(f"h100-sxm{said}")
     (note,) = [note for note in found.notes() if "interleaved" in note]
     assert ("error of the estimated memory" in note) == (fits == (True, False))
 
