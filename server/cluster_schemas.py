@@ -155,7 +155,7 @@ _SERVING: JsonObject = {
     **dict.fromkeys(("replicas", "prefill_replicas"), Annotated[int, Field(ge=0, le=4096)]),
     # The simulation takes 0.1 ms per request, and each answer needs three runs.
     **dict.fromkeys(("concurrency", "batch", "count"), Annotated[int, Field(ge=0, le=100_000)]),
-    **dict.fromkeys(("transfer", "rate", "price"), _Price),
+    **dict.fromkeys(("transfer", "price"), _Price),
     "gpus": Annotated[int, Field(ge=1, le=256)],
     "burstiness": Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)],
     "drafts": Annotated[int, Field(ge=0, le=64)],
@@ -169,6 +169,12 @@ class ServingBody(ModelBody):
 
     cluster: NameOrNone = Field("", description="Name of a cluster, such as h100-sxm-x8.")
     device: NameOrNone = ""
+    # Not above 0 alone: generated clients send the default of every field.
+    rate: _Price = Field(
+        0.0,
+        description="Open load: requests per second; 0 for none. Without any load, all requests "
+        "are sent at once.",
+    )
     fleet: Annotated[str, Field(max_length=100_000)] = Field(
         "",
         description="Instead of all other fields: contents of a fleet's YAML file, as for "

@@ -306,6 +306,10 @@ def test_the_document_suits_generated_clients(client: Client) -> None:
     # Unions of texts and constants are what generated clients cannot build.
     serving = schemas["SimulateServingQuery"]["properties"]
     assert all("anyOf" not in serving[name] for name in ("device", "cluster"))
+    # 0 is the default, which such clients send: it has to be allowed, and says what it means.
+    assert (serving["rate"]["minimum"], serving["rate"]["default"]) == (0, 0.0)
+    assert "0 for none" in serving["rate"]["description"]
+    assert "sent at once" in serving["rate"]["description"]
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in schemas
     for path, answer in (
