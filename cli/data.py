@@ -61,6 +61,7 @@ def zoo_export(
     from ..datagen.zoo import export, parse_settings
     from ..features.ir.platforms import platform_of
     from ..predict.devices import resolve_device
+    from ..predict.locate import trained_devices
 
     chosen = parse_settings(name, settings)
     if mesh:
@@ -69,7 +70,11 @@ def zoo_export(
 
         export_partitioned(name, chosen, mesh, out, format=form)
     else:
-        platform = None if device == "local" else platform_of(resolve_device(device, {})).name
+        platform = (
+            None
+            if device == "local"
+            else platform_of(resolve_device(device, trained_devices())).name
+        )
         export(name, chosen, out, format=form, platform=platform)
     wrote(out, f"{out.stat().st_size} bytes")
 

@@ -349,6 +349,7 @@ def save(
     """
     from ..features.ir.platforms import platform_here, platform_of
     from .devices import is_known, resolve_device
+    from .locate import trained_devices
 
     if isinstance(function, str | Path | bytes):
         raise ProgramError(
@@ -357,7 +358,9 @@ def save(
         )
     # The platform of this machine is known even if it was never measured.
     unmeasured = device == "local" and not is_known("local", {})
-    platform = platform_here() if unmeasured else platform_of(resolve_device(device, {}))
+    platform = (
+        platform_here() if unmeasured else platform_of(resolve_device(device, trained_devices()))
+    )
     write_program(_call(function, args, kwargs), Path(path), platform)
     return Path(path)
 

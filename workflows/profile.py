@@ -209,11 +209,13 @@ def show_device(console: Console, name: str, *, as_json: bool) -> None:
 
 
 def list_devices(console: Console, *, as_json: bool) -> None:
-    """Print the catalogue as a table."""
-    from ..features.devices.catalogue import device_names, find_device
+    """Print the catalogue, and the devices of the trained models outside of it, as a table."""
+    from ..features.devices.catalogue import device_names, find_device, in_catalogue
+    from ..predict.locate import trained_devices
     from ..predict.render.device import print_devices
 
     specs = [find_device(name) for name in device_names()]
+    specs += [spec for name, spec in trained_devices().items() if not in_catalogue(name)]
     if as_json:
         print(json.dumps([json.loads(spec.to_json()) for spec in specs]))
     else:

@@ -128,6 +128,11 @@ def test_saved_functions_keep_lines_donation_and_platform(tmp_path: Path, argume
     assert any("lowered for tpu" in n for n in predicted(path, device="h100-sxm").notes)
 
 
+def test_a_device_that_only_models_know_can_be_saved_for(tmp_path: Path):
+    path = opcast.save(jnp.tanh, X, path=tmp_path / "tanh.mlir", device="cpu-amd-epyc-2c")
+    assert read_program(path).platforms == ("cpu",)
+
+
 def test_saving_a_file_is_refused(tmp_path: Path):
     with pytest.raises(ProgramError, match="only a function can be saved"):
         opcast.save("model.mlir", path=tmp_path / "x")
