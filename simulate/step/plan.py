@@ -375,11 +375,12 @@ def _divides(part: str, divisor: int, whole: str, number: int) -> None:
     if number % divisor:
         # Suggest divisors near the requested one: up to four times it, the eight largest of these.
         fits = [d for d in _divisors(number) if d <= 4 * divisor]
+        larger = -(-number // divisor) * divisor
+        other = f"; or set another batch, such as batch={larger}" if whole == "batch" else ""
         raise PlanError(
             f"{part}={divisor} does not divide {whole}={number}",
             where="plan",
-            hint=f"divisors of {whole}: {', '.join(map(str, fits[-8:]))}"
-            + ("; another batch: --set batch=…" if whole == "batch" else ""),
+            hint=f"divisors of {whole}: {', '.join(map(str, fits[-8:]))}{other}",
         )
 
 

@@ -65,6 +65,15 @@ def test_bad_plans_say_what_is_wrong(text, said):
         parse_plan(text)
 
 
+def test_a_batch_that_ranks_do_not_divide_says_which_they_do():
+    """In words for commands and for Python alike: 64 ranks take a batch of 64, or 128 of 100."""
+    for batch, next_batch in ((8, 64), (100, 128)):
+        with pytest.raises(PlanError, match=f"does not divide batch={batch}") as refused:
+            resolved(make_workload("llama", {"batch": batch}), parse_plan("fsdp=8,dp=8"), 64)
+        assert refused.value.hint.endswith(f"or set another batch, such as batch={next_batch}")
+        assert "--" not in refused.value.hint
+
+
 def test_a_silent_plan_is_told_from_a_plain_one(tmp_path):
     path = tmp_path / "plan.yaml"
     for text, says in (("pp: 4", False), ("pp: 4\nchunks: 2", True), ("schedule: 1f1b", True)):
