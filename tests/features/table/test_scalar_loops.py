@@ -200,3 +200,33 @@ def test_bounds_are_near_what_two_cores_at_26_ghz_take(kernel: Kernel, measured_
 def test_other_platforms_have_no_such_loops() -> None:
     gpu = replace(DEVICE, platform="gpu")
     assert seconds(joint("4096,512", "512", "0", ARGMAX), gpu) == 0.0
+
+
+def product(result: str, left: str, right: str, rhs: int = 0, lhs: int = 1) -> Kernel:
+    text = f"""HloModule m
+ENTRY %main (x: {left}, y: {right}) -> {result} {{
+  %x = {left} parameter(0)
+  %y = {right} parameter(1)
+  ROOT %r = {result} dot(%x, %y), lhs_contracting_dims={{{lhs}}}, rhs_contracting_dims={{{rhs}}}
+}}"""
+    return Kernel("k", "gemm", parse_hlo(text), "", "")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cycles"),
+    [
+        # Columns 512 bytes apart use an eighth of the sets of L1 and fit L2; both operands' do.
+        (product("s8[512,512]", "s8[512,512]", "s8[512,512]"), 3.6 * 512**3),
+        (product("s8[512,512]", "s8[512,512]", "s8[512,512]", lhs=0), 7.2 * 512**3),
+        (product("s8[300,300]", "s8[300,300]", "s8[300,300]"), 0.5 * 300**3),
+        # Columns 4096 bytes apart fit neither.
+        (product("s64[512,512]", "s64[512,512]", "s64[512,512]"), 8.0 * 512**3),
+        # Rows are vectorised, vectors are tiled, and these types have libraries.
+        (product("s8[512,512]", "s8[512,512]", "s8[512,512]", rhs=1), 0.1 * 512**3),
+        (product("s8[1,512]", "s8[1,512]", "s8[512,512]"), 0.0),
+        (product("s32[512,512]", "s8[512,512]", "s8[512,512]"), 0.0),
+        (product("f32[512,512]", "f32[512,512]", "f32[512,512]"), 0.0),
+    ],
+)
+def test_products_of_types_without_a_library_are_loops(kernel: Kernel, cycles: float) -> None:
+    assert scalar_seconds([kernel], DEVICE)[0] == pytest.approx(cycles / CLOCK)
