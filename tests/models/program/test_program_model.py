@@ -215,3 +215,13 @@ def test_a_cpu_may_touch_all_pages_of_large_temporaries_anew():
     more = replace(lowered, peak_memory_bytes=lowered.peak_memory_bytes + 24 * 2**20)
     assert first_touch_s(more, cpu) == pytest.approx(2 * 24 * 2**20 / 4096 * 2e-6, rel=0.01)
     assert first_touch_s(more, find_device("h100-sxm")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "pages"), [({}, 16384), ({"donate_argnums": 0}, 0)], ids=["new", "donated"]
+)
+def test_a_cpu_may_touch_all_pages_of_large_results_anew(given: dict[str, int], pages: int) -> None:
+    """64 MiB are 16,384 pages of 2 µs; a result in the place of its argument has none."""
+    step = jax.jit(lambda x: x + 1, **given).lower(jax.ShapeDtypeStruct((1 << 24,), jnp.float32))
+    cpu = replace(find_device("cpu-i7-12700h"), name="cpu")
+    assert first_touch_s(lower(step, "fused", device=cpu), cpu) == pytest.approx(pages * 2e-6)
