@@ -8,7 +8,7 @@ from math import inf, lgamma, log, prod
 import numpy as np
 
 from ..devices.device import DeviceSpec
-from ..ir.program import FLOAT, HALF, Computation, Op, Program
+from ..ir.program import FLOAT, HALF, INTEGER, Computation, Op, Program
 from ..kernels.kernel import Kernel
 from .columns import CODE, INDEX, type_facts
 from .row import rows
@@ -37,6 +37,16 @@ _LIBRARY_RESULTS = frozenset(("f16", "bf16", "f32", "f64", "c64", "c128"))
 #: Core cycles of a multiply-add of s32, the library's type of all integers but s8: measured, 0.16
 #: to 0.24. There is no vector instruction for both steps.
 _S32_CYCLES = 0.15
+#: Core cycles of a function of one element that is a call or divides, which vector code is not made
+#: of: measured on a Zen 4, of floats but for ``divide``, 36, 41, 36, 17, 17, 16, 40 and 5. An
+#: exponential takes 1.2.
+_CALL_CYCLES = {
+    "atan2": 30.0, "cbrt": 30.0, "tan": 30.0, "sine": 12.0, "cosine": 12.0, "power": 12.0,
+    "remainder": 30.0, "divide": 4.0,
+}  # fmt: skip
+#: Core cycles for an element of a window, measured: 1.1 to 1.2 for sums, 1.0 to 2.3 for maxima; and
+#: the longest windows, since longer ones are scans, which the compiler rewrites.
+_TAP_CYCLES, _LONGEST_WINDOW = 1.0, 256.0
 #: Core cycles for each element of a column that such a loop reads, by the cache that holds as many
 #: lines: L1, L2, neither. Measured with columns of s8, u32 and s64 on a Zen 4: 0.55 to 0.6, 3.6 to
 #: 6.8, 9.4. Along rows, the loop is vectorised: 0.13.
@@ -56,6 +66,7 @@ def scalar_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     - A transposition of a value computed in the kernel also runs down columns.
     - A library reduction of rows that are wider than its registers reach.
     - A sort compares keys ``log2(n!)`` times, one at a time.
+    - Windows are loops over their elements, and some functions are calls.
     - A product whose result is of a type without a library (``s8``, ``s64``, ``u32``, ``pred``) is
       a loop that reads the second operand down its columns; one of ``s32`` has no fast instruction.
     """
@@ -68,12 +79,15 @@ def scalar_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     ordered = (row[:, INDEX["n_sort"]] > 0) | (row[:, INDEX["reducer_ops"]] > 1)
     ordered |= library & (row[:, INDEX["reduce_run"]] > _WIDE_COLUMNS)
     ordered |= row[:, INDEX["kind"]] == CODE["kind"]["gemm"]
+    ordered |= (row[:, INDEX["work_transcendental"]] > 0) | (row[:, INDEX["work_divide"]] > 0)
+    ordered |= row[:, INDEX["n_reduce_window"]] > 0
     loops = row[:, INDEX["fusion"]] == CODE["fusion"]["kLoop"]
     ordered |= loops & (row[:, INDEX["transposing"]] > 0)
     for i in np.flatnonzero(ordered).tolist():
-        body, inner = kernels[i].body, kernels[i].inner
+        body, inner, calls = kernels[i].body, kernels[i].inner, 0.0
         for op in inner.ops:
             own = 0.0
+            calls += _calls(op, inner, row[i, INDEX["window_size"]])
             if op.opcode == "sort" and op.called:
                 own = _sort(op, inner, body, device)
             elif op.opcode == "reduce" and len(op.operands) > 2:
@@ -85,7 +99,29 @@ def scalar_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
             elif op.opcode in ("copy", "transpose") and loops[i]:
                 own = _transposition(op, inner, device)
             seconds[i] = max(seconds[i], own)
+        shared = calls / device.clock_hz / max(device.core_count, 1)
+        seconds[i] = max(seconds[i], shared)
     return seconds
+
+
+def _calls(op: Op, inner: Computation, taps: float) -> float:
+    """Return core cycles of an op that is a loop over a window, or a call for each element."""
+    code = op.opcode
+    if code == "reduce-window" and taps <= _LONGEST_WINDOW:
+        return op.type.size * taps * _TAP_CYCLES
+    if code not in _CALL_CYCLES:
+        return 0.0
+    if type_facts(op.type).family == INTEGER:
+        divisor = inner.ops[op.operands[1]]
+        while divisor.opcode in ("broadcast", "convert", "reshape"):
+            divisor = inner.ops[divisor.operands[0]]
+        # Division by a constant is a multiplication; a remainder is one division.
+        if code not in ("divide", "remainder") or divisor.opcode == "constant":
+            return 0.0
+        code = "divide"
+    elif code == "divide":
+        return 0.0
+    return op.type.size * _CALL_CYCLES[code]
 
 
 def _convolutions(row: np.ndarray, device: DeviceSpec) -> np.ndarray:

@@ -233,3 +233,55 @@ ENTRY %main (x: {left}, y: {right}) -> {result} {{
 )
 def test_products_of_types_without_a_library_are_loops(kernel: Kernel, cycles: float) -> None:
     assert scalar_seconds([kernel], DEVICE)[0] == pytest.approx(cycles / CLOCK)
+
+
+def elementwise(opcode: str, kind: str = "f32", other: str = "%q") -> Kernel:
+    """A function of two arrays, or of one and a constant."""
+    text = f"""HloModule m
+ENTRY %main (p: {kind}[1000,1000], q: {kind}[1000,1000]) -> {kind}[1000,1000] {{
+  %p = {kind}[1000,1000] parameter(0)
+  %q = {kind}[1000,1000] parameter(1)
+  %seven = {kind}[] constant(7)
+  %sevens = {kind}[1000,1000] broadcast(%seven), dimensions={{}}
+  ROOT %r = {kind}[1000,1000] {opcode}(%p{f", {other}" if other else ""})
+}}"""
+    return Kernel("k", "fusion", parse_hlo(text), "", "")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cycles"),
+    [
+        (elementwise("atan2"), 30.0),
+        (elementwise("tan", other=""), 30.0),
+        (elementwise("remainder"), 30.0),
+        (elementwise("remainder", "s32"), 4.0),
+        (elementwise("divide", "s32"), 4.0),
+        # Multiplications and vector instructions.
+        (elementwise("divide", "s32", "%sevens"), 0.0),
+        (elementwise("divide"), 0.0),
+        (elementwise("exponential", other=""), 0.0),
+    ],
+)
+def test_functions_that_are_calls_take_core_cycles_for_each_element(
+    kernel: Kernel, cycles: float
+) -> None:
+    assert scalar_seconds([kernel], DEVICE)[0] == pytest.approx(cycles * 1e6 / CLOCK / 2)
+
+
+@pytest.mark.parametrize(("size", "taps"), [(3, 9), (100, 0)])
+def test_windows_are_loops(size: int, taps: int) -> None:
+    """Windows of 3 x 3, and scans, which are longer than any window."""
+    text = f"""HloModule m
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}}
+ENTRY %main (p: f32[512,512]) -> f32[512,512] {{
+  %p = f32[512,512] parameter(0)
+  %z = f32[] constant(0)
+  ROOT %r = f32[512,512] reduce-window(%p, %z), to_apply=%add,
+    window={{size={size}x{size} pad={size // 2}_{(size - 1) // 2}x{size // 2}_{(size - 1) // 2}}}
+}}"""
+    kernel = Kernel("k", "reduce", parse_hlo(text), "", "")
+    assert scalar_seconds([kernel], DEVICE)[0] == pytest.approx(taps * 512**2 / CLOCK / 2)
