@@ -299,8 +299,10 @@ class Clusters:
         self.add(made)
         return made
 
-    def absorb(self, producer: Cluster, consumers: Iterable[Cluster]) -> None:
-        """Compute a producer inside each of its consumers instead."""
+    def absorb(
+        self, producer: Cluster, consumers: Iterable[Cluster], *, keep: bool = False
+    ) -> None:
+        """Compute a producer inside each of its consumers instead, or too if it is kept."""
         for consumer in consumers:
             self.remove(consumer)
             own, taken = set(consumer.nodes), set(producer.nodes)
@@ -312,7 +314,8 @@ class Clusters:
             inputs += [node for node in producer.inputs if node not in own]
             self._read(consumer, dict.fromkeys(inputs))
             self._register(consumer)
-        self.remove(producer)
+        if not keep:
+            self.remove(producer)
 
 
 def owner(node: Node) -> Node:

@@ -145,12 +145,17 @@ def copy_overwritten(clusters: Clusters, donated: Collection[int] = ()) -> None:
                 # The second update of an array would find what the first has written.
                 taken = id(source) in written_once and splat(source) is None
                 if taken or (_is_given(source) and id(source) not in free):
-                    start = _own_start(node.operands[i], node)
-                    clusters.remove(cluster)
-                    clusters.insert(start, before=node)
-                    node.operands[i] = start
-                    clusters.add(cluster)
+                    copy_start(clusters, cluster, node, i)
                 written_once.add(id(source))
+
+
+def copy_start(clusters: Clusters, cluster: Cluster, node: Node, place: int) -> None:
+    """Let an update in place start from a copy of an operand."""
+    start = _own_start(node.operands[place], node)
+    clusters.remove(cluster)
+    clusters.insert(start, before=node)
+    node.operands[place] = start
+    clusters.add(cluster)
 
 
 def copy_results(graph: Graph, donated: Collection[int] = ()) -> None:

@@ -43,6 +43,7 @@ from .products import canonical_dots, convolved_products, host_products, widen_p
 from .reductions import pad_products, split_products, split_reductions
 from .simplify import simplify
 from .transposes import move_transposes, sink_transposes
+from .updates import copy_read_later, turn_updates
 from .vector_products import SMALL_PRODUCT, reduce_vector_products, sum_vector_products
 
 
@@ -85,7 +86,7 @@ def lower_fused(
     merge_counters(graph)
     drop_dead_state(graph)
     # Library forms leave reshapes and transposes between ops, hence simplify() once more after it.
-    prepare(graph, machine, program)
+    prepare(graph, machine, program, is_entry=True)
     if not machine.fused_products:
         widen(graph, machine, program)
     simplify(graph, program)
@@ -95,6 +96,8 @@ def lower_fused(
         assign_layouts(graph)
     writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
     # Last, as in XLA: only what is updated in place starts from a copy.
+    if platform == "gpu":
+        copy_read_later(writer.clusters)
     copy_overwritten(writer.clusters, donated)
     emitter.add(writer.write("main"))
     memory = on_chip_of(device)
@@ -125,7 +128,7 @@ def lower_fused(
     )
 
 
-def prepare(graph: Graph, machine: Machine, program: Program) -> None:
+def prepare(graph: Graph, machine: Machine, program: Program, *, is_entry: bool = False) -> None:
     """Bring products and convolutions into the libraries' form, in loops and branches too."""
     # A product of a TPU reads any order of dimensions, and needs no library's form.
     if machine.fused_products:
@@ -148,6 +151,8 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     # A CPU's compiler leaves matrices to its library, whatever their size.
     reduce_vector_products(graph, program, 0 if machine.host else SMALL_PRODUCT)
     sink_transposes(graph)
+    if is_entry and not machine.host:
+        turn_updates(graph)
     simplify(graph, program)
     merge_dots(graph)
     # After merging: a merged product may be a multiple of eight where its parts are not, and is

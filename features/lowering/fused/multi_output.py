@@ -85,6 +85,8 @@ class MultiOutputFusion:
         frame = self._frame(producer)
         if not _joins(producer) or frame is None or frame.kind != "loop":
             return
+        if "transpose" in producer.opcodes:  # XLA's IsPhysicallyTransposing
+            return
         consumers = sorted(
             self.clusters.users(producer), key=lambda c: self.clusters.position[id(c.root)]
         )

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from ...ir.op_table import ops_with
+from ...ir.op_table import UPDATES, ops_with
 from ...ir.program import Program
 from .clusters import (
     MAX_OPERANDS,
@@ -122,7 +122,7 @@ class PriorityFusion:
             _, _, count, cluster = heapq.heappop(self._queue)
             if self._latest.get(cluster) != count:
                 continue
-            consumers = self.clusters.users(cluster)
+            users, consumers = self.clusters.users(cluster), self._consumers(cluster)
             # Gains depend on a cluster's own time and on its readers': neighbours on both sides
             # change, and so do other producers of the consumers.
             touched = dict.fromkeys((*consumers, *self.clusters.producers(cluster)))
@@ -131,7 +131,7 @@ class PriorityFusion:
             emitted = [self._emitted.get(consumer, consumer.nodes) for consumer in consumers]
             for consumer in consumers:
                 consumer.rows |= cluster.rows
-            self.clusters.absorb(cluster, consumers)
+            self.clusters.absorb(cluster, consumers, keep=len(consumers) < len(users))
             taken = self._emitted.pop(cluster, cluster.nodes)
             for consumer, own, pair in zip(consumers, emitted, pairs, strict=True):
                 if consumer not in self._emitted:
@@ -208,7 +208,7 @@ class PriorityFusion:
             return None
         # Only what one thread can compute per element can move into another kernel.
         rows = producer.rows and self._extends(producer)
-        consumers = clusters.users(producer)
+        consumers = self._consumers(producer)
         if not consumers or not (
             producer.loops
             or rows
@@ -235,6 +235,17 @@ class PriorityFusion:
             apart += pair.apart
             together += pair.joined
         return apart - together
+
+    def _consumers(self, producer: Cluster) -> list[Cluster]:
+        """List the readers that count: of an update, no library call that reads a view of it.
+
+        XLA leaves bitcasts out, after it has fused those of all other readers. Those behind other
+        ops than updates may have moved up before, which :mod:`simplify` does in part only.
+        """
+        users = self.clusters.users(producer)
+        if producer.root.opcode not in UPDATES:
+            return users
+        return [user for user in users if user.consumes or not _views(user, producer.root)]
 
     def _alone(self, cluster: Cluster) -> int:
         """Ticks of a cluster as it is."""
@@ -350,6 +361,11 @@ class PriorityFusion:
             return True
         size = narrow.operands[0].size
         return sum(2 * node.size >= size for node in inputs) <= 1
+
+
+def _views(reader: Cluster, root: Node) -> bool:
+    """Return whether a kernel reads a value through views alone."""
+    return not any(operand is root for node in reader.nodes for operand in node.operands)
 
 
 def _form_of(cluster: Cluster) -> Hashable:

@@ -620,3 +620,69 @@ def test_code_that_is_emitted_again_and_again_is_limited(rows, count):
 
     found = kernels(lambda a, b: jax.lax.associative_scan(join, (a, b)), *[spec(rows, 512)] * 2)
     assert len(found) == count
+
+
+CACHE, TOKEN = spec(8, 1024, 4, 64, dtype=BF16), spec(8, 1, 4, 64, dtype=BF16)
+QUERY, PLACE = spec(8, 4, 8, 64, dtype=BF16), spec(dtype=S32)
+MOVED = 2 * 8 * 1024 * 4 * 64 * 2  # a cache, read and written
+
+
+def scores(cache, token, query, place):
+    cache = jax.lax.dynamic_update_slice(cache, token, (0, place, 0, 0))
+    return cache, jnp.einsum("bhqd,bthd->bhqt", query, cache)
+
+
+def test_a_cache_is_updated_in_the_order_of_the_product_that_reads_it():
+    # Compiled: two transposes of the cache, the one back with the update inside, for the argument
+    # and the result have their own order; the update comes last.
+    found = kernels(scores, CACHE, TOKEN, QUERY, PLACE, donate=0)
+    assert len(found) == 4
+    whole = [k for k in found if k.bytes >= MOVED]
+    assert [k.bytes // MOVED for k in whole] == [1, 1]
+    assert not [k for k in found if k.opcode == "copy"]
+
+
+def test_a_cache_that_a_reshape_makes_keeps_its_order():
+    def flat(cache, token, query, place):
+        cache = jax.lax.dynamic_update_slice(cache, token, (0, place, 0))
+        apart = cache.reshape(CACHE.shape)
+        return cache, jnp.einsum("bhqd,bthd->bhqt", query, apart)
+
+    flats = spec(8, 1024, 256, dtype=BF16), spec(8, 1, 256, dtype=BF16)
+    found = kernels(flat, *flats, QUERY, PLACE, donate=0)
+    assert len([k for k in found if k.bytes >= MOVED]) == 1
+
+
+def test_a_scatter_into_a_cache_has_the_order_of_the_product_too():
+    def scattered(cache, rows, query, places):
+        cache = cache.at[jnp.arange(8), places].set(rows)
+        return cache, jnp.einsum("bhqd,bthd->bhqt", query, cache)
+
+    rows, places = spec(8, 4, 64, dtype=BF16), spec(8, dtype=S32)
+    found = kernels(scattered, CACHE, rows, QUERY, places, donate=0)
+    # No update inside of the transpose back, which therefore reads what the scatter wrote.
+    assert [k.bytes for k in found].count(MOVED) == 2
+
+
+def test_caches_of_keys_and_values_are_copied_where_that_saves_memory():
+    # Compiled: both go back to their own order at the end, so each update starts from a copy.
+    def attend(keys, values, key, value, query, place):
+        keys, s = scores(keys, key, query, place)
+        values = jax.lax.dynamic_update_slice(values, value, (0, place, 0, 0))
+        return keys, values, jnp.einsum("bhqt,bthd->bhqd", s, values)
+
+    found = kernels(attend, CACHE, CACHE, TOKEN, TOKEN, QUERY, PLACE, donate=(0, 1))
+    assert [k.opcode for k in found].count("copy") == 2
+    assert len([k for k in found if k.bytes >= MOVED]) == 6
+
+
+def test_an_update_of_a_value_that_a_later_kernel_reads_has_a_copy():
+    def read(x, part, place):
+        values = jnp.sort(x, axis=1)
+        made = jax.lax.dynamic_update_slice(values, part, (place, 0))
+        return made, values * made[0, 0]
+
+    arguments = spec(1024, 4096), spec(8, 4096), PLACE
+    assert [k.opcode for k in kernels(read, *arguments)].count("copy") == 1
+    early = kernels(lambda x, part, place: read(x, part, place)[0], *arguments)
+    assert "copy" not in [k.opcode for k in early]
