@@ -9,7 +9,7 @@ from ..cost.flops import op_cost
 from ..ir.program import Computation, Op, Program, Source
 from .facts import KernelFacts, ProgramFacts, control_facts, facts_of_ir
 from .kernel import Kernel
-from .kinds import fused_ops, is_free, main_opcodes
+from .kinds import containers, is_free, main_opcodes
 
 #: libtpu writes 2^63 - 1 where it has no estimate; no kernel takes half of that.
 _NO_CYCLES = 2.0**62
@@ -248,9 +248,13 @@ class _Schedule:
         main = main_opcodes(kind)
         first: list[Source] = []
         rest: list[Source] = list(own)
-        for inner in fused_ops(op, self.program):
-            if inner.source is not None:
-                (first if inner.opcode in main else rest).extend(self._origin(inner.source))
+        # What works on fewer elements than the kernel writes is only a part of it.
+        least = max((t.size for t in op.results), default=0)
+        for comp in containers(op, self.program):
+            for inner in comp.ops:
+                if inner.source is not None:
+                    leads = inner.opcode in main and _elements(inner, comp) >= least
+                    (first if leads else rest).extend(self._origin(inner.source))
         return tuple(dict.fromkeys(first + rest))
 
     def _origin(self, source: Source | None) -> tuple[Source, ...]:
@@ -263,6 +267,12 @@ class _Schedule:
             known = [self.ops[i] for i in tagged_ops(source.op) if i < len(self.ops)]
             sources = self.tags[source.op] = tuple(known)
         return sources
+
+
+def _elements(op: Op, comp: Computation) -> int:
+    """Most elements of an operand or result of an op."""
+    types = [t for i in op.operands for t in comp.ops[i].results]
+    return max(t.size for t in (*types, *op.results))
 
 
 def tagged_ops(name: str) -> list[int]:

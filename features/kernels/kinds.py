@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..cost.flops import CONTROL
 from ..cost.library_calls import by_target, is_annotation, is_host_call
 from ..ir.op_table import OPS, named
-from ..ir.program import BOOKKEEPING, COLLECTIVES, Op, Program
+from ..ir.program import BOOKKEEPING, COLLECTIVES, Computation, Op, Program
 
 #: Instructions that the target does not execute: they name parts of buffers, or are constant.
 FREE = BOOKKEEPING | named("no_kernel")
@@ -78,23 +78,12 @@ def main_opcodes(kind: str) -> frozenset[str]:
     return frozenset(code for code, k in _DIRECT.items() if k == kind)
 
 
-def fused_ops(op: Op, program: Program) -> Iterator[Op]:
-    """Yield the ops inside a fusion, call or async start, without (scalar) reducers."""
-    if op.opcode not in CONTROL:
-        return
-    for name in op.called:
-        for inner in program.computations[name].ops:
-            yield inner
-            if inner.called:
-                yield from fused_ops(inner, program)
-
-
 def _fused_kind(op: Op, program: Program) -> str:
     codes: set[str] = set()
     targets: set[str] = set()
     made = accessed = sliced = 0
-    for name in _containers(op, program):
-        ops = program.computations[name].ops
+    for comp in containers(op, program):
+        ops = comp.ops
         for inner in ops:
             code = inner.opcode
             codes.add(_plain(inner))
@@ -130,13 +119,14 @@ def _plain(op: Op) -> str:
     return op.opcode
 
 
-def _containers(op: Op, program: Program) -> Iterator[str]:
-    """Yield the names of the computations that :func:`fused_ops` visits."""
-    for name in op.called:
-        yield name
-        for inner in program.computations[name].ops:
-            if inner.called and inner.opcode in CONTROL:
-                yield from _containers(inner, program)
+def containers(op: Op, program: Program) -> Iterator[Computation]:
+    """Yield the computations inside a fusion, call or async start, without (scalar) reducers."""
+    if op.opcode not in CONTROL:
+        return
+    for comp in [program.computations[name] for name in op.called]:
+        yield comp
+        for inner in comp.ops:
+            yield from containers(inner, program)
 
 
 def _is_arithmetic(op: Op) -> bool:

@@ -686,3 +686,14 @@ def test_an_update_of_a_value_that_a_later_kernel_reads_has_a_copy():
     assert [k.opcode for k in kernels(read, *arguments)].count("copy") == 1
     early = kernels(lambda x, part, place: read(x, part, place)[0], *arguments)
     assert "copy" not in [k.opcode for k in early]
+
+
+def test_a_small_sum_inside_of_a_scatter_does_not_name_it():
+    def combined(rows, groups, counts):
+        start = jnp.cumsum(counts) - counts
+        return jnp.zeros((8192, 256)).at[start[groups]].add(rows)
+
+    *_, scatter = kernels(combined, spec(4096, 256), spec(4096, dtype=S32), spec(16, dtype=S32))
+    codes = {op.opcode for c in scatter.body.computations.values() for op in c.ops}
+    assert {"reduce-window", "scatter"} <= codes
+    assert scatter.sources[0].op == "stablehlo.scatter"
