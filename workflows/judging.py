@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,22 +149,35 @@ def to_learn(table: pd.DataFrame) -> np.ndarray:
     return table["split"].astype(str).str.startswith("calib").to_numpy()
 
 
-def few_of_each(keys: Iterable[Hashable], most: int, seed: int = 0) -> list[int]:
+def few_of_each(
+    keys: Iterable[Hashable], names: Iterable[str], most: int, seed: int = 0
+) -> list[int]:
     """Draw at most ``most`` rows of each key at random; return their sorted indices.
+
+    A row's draw depends on its name alone, so that few of the drawn rows change if a table grows.
 
     Args:
         keys: Key of each row.
+        names: Name of each row.
         most: Maximum number of rows per key.
         seed: Random seed.
     """
     codes, _ = pd.factorize(pd.Series(list(keys), dtype=object))
-    drawn = pd.Series(codes).iloc[np.random.default_rng(seed).permutation(len(codes))]
-    return sorted(drawn.index[drawn.groupby(drawn).cumcount() < most].tolist())
+    rank = pd.Series(_draws(names, f"draw {seed}")).groupby(codes).rank(method="first")
+    return np.flatnonzero(rank <= most).tolist()
 
 
-def named_folds(count: int, seed: int = 0) -> np.ndarray:
-    """Assign each row to a random cross-validation fold: strings, shape ``(count,)``."""
-    return (np.random.default_rng(seed).permutation(count) % FOLDS).astype(str)
+def named_folds(names: Iterable[str], seed: int = 0) -> np.ndarray:
+    """Assign each row to a cross-validation fold by its name: strings, shape ``(n,)``."""
+    return np.asarray((_draws(names, f"fold {seed}") * FOLDS).astype(int).astype(str))
+
+
+def _draws(names: Iterable[str], salt: str) -> np.ndarray:
+    """Pseudo-random numbers in [0, 1) from names and, of equal names, their order."""
+    own = pd.Series(list(names), dtype=object)
+    texts = own + " " + own.groupby(own).cumcount().astype(str)
+    digests = [hashlib.blake2b(f"{salt} {text}".encode(), digest_size=6) for text in texts]
+    return np.array([int(digest.hexdigest(), 16) for digest in digests]) / 2.0**48
 
 
 def predicted_frame(

@@ -90,7 +90,7 @@ def train_steps(
     runs = StepRuns(rows, operators)
     measured = np.log([row.measured_s for row in rows])
     groups = np.array([context.cluster for context in runs.contexts])
-    chosen = few_of_each(groups, MOST_ROWS, seed)
+    chosen = few_of_each(groups, [row.id for row in rows], MOST_ROWS, seed)
     runs.most_tasks = PLACED
     part = runs.part([rows[i] for i in chosen])
     effects = fit_effects(part.contexts, measured[chosen], groups[chosen], part.simulate, tell)
@@ -164,7 +164,7 @@ class _Study:
         seed: int,
     ) -> None:
         self.runs, self.measured, self.groups = runs, measured, groups
-        self.slopes, self.folds = slopes, named_folds(len(groups), seed)
+        self.slopes, self.folds = slopes, named_folds([row.id for row in runs.rows], seed)
         self.linear = slopes.linear(runs.contexts, measured)
 
     def _without(

@@ -213,7 +213,9 @@ def test_what_is_left_out_in_turn() -> None:
     rows = [row for row in read_rows(asked, serving_row)[0] if row is not None]
     predictor = ServingPredictor(None, ServingModel())
     contexts = [predictor.context(row.deployment) for row in rows]
-    parts = {(part.name, part.value): part for part in left_outs(contexts)}
+    parts = {
+        (part.name, part.value): part for part in left_outs(contexts, [row.id for row in rows])
+    }
     both = parts["device and framework", "h200-sxm vllm"]
     assert both.judge.tolist() == [False, False, False, False, True, False]
     assert both.learn.tolist() == [False, True, False, True, False, False]

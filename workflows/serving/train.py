@@ -73,8 +73,8 @@ TOGETHER = (
 )
 #: Levels that define a set of runs.
 SET = ("source", "device", "framework", "group")
-#: Prefix of columns with the coverage of intervals.
-INSIDE = "inside "
+#: Prefixes of columns with the coverage of intervals and their width, upper over lower bound.
+INSIDE, WIDTH = "inside ", "width "
 
 
 def train_serving(
@@ -97,7 +97,8 @@ def train_serving(
     Returns:
         The model, and a row for every measured latency: ``id``, ``metric``, ``group``, ``queued``,
         ``measured`` seconds, and for each way of holding out the logarithmic error, and in a column
-        prefixed with :data:`INSIDE` whether an interval calibrated without the row covers it.
+        prefixed with :data:`INSIDE` whether an interval calibrated without the row covers it, and
+        with :data:`WIDTH` its width.
 
     Raises:
         DatasetError: No measured row can be predicted.
@@ -108,32 +109,36 @@ def train_serving(
             "no measured row can be predicted", hint="give ttft_ms, tpot_ms or out_tok_s"
         )
     rows = [row for row in above_floor(possible_rows(rows, tell), tell) if row.measured]
-    # The weight of a group is the square root of its rows, so more rows add little information.
-    rows = [rows[at] for at in few_of_each(list(map(set_of, rows)), MOST_ROWS, seed)]
+    names = [row.id for row in rows]
+    few = few_of_each(map(set_of, rows), names, MOST_ROWS, seed)
     measured = _measured(rows)
     predictor = ServingPredictor(
         operators,
         ServingModel(start.effects if start else ServingEffects(), provenance=measured),
-        tables=len(rows),
+        tables=len(few),
     )
     rows = settled_rows(predictor, rows, tell)
     contexts = [predictor.context(row.deployment) for row in rows]
     owners = [f"{context['source']}|{context['architecture']}" for context in contexts]
     parts = [f"{context['source']}|{group_key(context)}" for context in contexts]
     groups = np.array([owners, parts]).T
-    tell(f"{len(rows)} measured rows")
-    began = predictor.model.effects
-    effects, seen = fit_serving(observer(predictor, rows), contexts, groups, tell, began)
+    tell(f"{len(rows)} measured rows, of which {len(few)} are learned from")
+    observe = observer(predictor, [rows[at] for at in few])
+    began, own = predictor.model.effects, [contexts[at] for at in few]
+    effects, _ = fit_serving(observe, own, groups[few], tell, began)
+    tell("simulating all rows")
+    seen = observer(predictor, rows)(effects)
+    drawn = np.isin(seen.rows, few)
     linear = linear_serving(seen, contexts, effects)
-    sure = solve_serving(linear, seen, groups, np.ones(len(seen.rows), bool)).deviations
+    sure = solve_serving(linear, seen, groups, drawn).deviations
     model = ServingModel(ServingEffects(effects.values, sure))
     left = {"fit": linear.errors(effects)}
     # For each held-out part: its name, the tested latencies, and their scores.
     scores: list[tuple[str, list[int], list[Score]]] = []
     outputs = [row.closed_output() for row in rows]
     requests: list[Score] = []
-    for part in left_outs(contexts, seed):
-        judge, learn = part.judge[seen.rows], part.learn[seen.rows]
+    for part in left_outs(contexts, names, seed):
+        judge, learn = part.judge[seen.rows], part.learn[seen.rows] & drawn
         if not judge.any() or not learn.any():
             continue
         if part.name not in left:
@@ -152,10 +157,10 @@ def train_serving(
     left |= _inside(seen, scores)
     judged = (score for _, _, own in scores for score in own)
     model.ends = serving_ends([*judged, *requests])
-    model.provenance = _learned(measured, seen, contexts, np.ones(len(seen.rows), bool))
+    model.provenance = _learned(measured, seen, contexts, drawn)
     frame = pd.DataFrame(
         {
-            "id": [rows[row].id for row in seen.rows],
+            "id": [names[row] for row in seen.rows],
             "metric": seen.metrics,
             "group": groups[seen.rows, 1],
             "queued": seen.queued,
@@ -196,10 +201,11 @@ def _score(
 def _inside(
     seen: Observed, scores: Sequence[tuple[str, list[int], list[Score]]]
 ) -> dict[str, np.ndarray]:
-    """Whether intervals calibrated without the errors of a latency's row cover it.
+    """Whether intervals calibrated without the errors of a latency's row cover it, and widths.
 
     Returns:
-        1, 0, or NaN if not tested; by :data:`INSIDE` followed by what was held out.
+        1, 0, or NaN if not tested, by :data:`INSIDE` followed by what was held out; widths by
+        :data:`WIDTH`.
     """
     found: dict[str, np.ndarray] = {}
     for name, at, own in scores:
@@ -211,12 +217,15 @@ def _inside(
             if seen.rows[place] not in judged
         )
         ends = ServingModel(ends=serving_ends(others))
-        column = found.setdefault(f"{INSIDE}{name}", np.full(len(seen.rows), np.nan))
+        inside, width = (
+            found.setdefault(f"{prefix}{name}", np.full(len(seen.rows), np.nan))
+            for prefix in (INSIDE, WIDTH)
+        )
         for place, score in zip(at, own, strict=True):
             metric, queued = str(seen.metrics[place]), float(seen.queued[place])
             known = score.tier, queued, score.context
             low, high = ends.interval(metric, *known, score.spread, score.key.place)
-            column[place] = low <= np.exp(score.error) <= high
+            inside[place], width[place] = low <= np.exp(score.error) <= high, high / low
     return found
 
 
@@ -269,7 +278,9 @@ class LeftOut(NamedTuple):
     learn: np.ndarray
 
 
-def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
+def left_outs(
+    contexts: Sequence[Context], names: Sequence[str], seed: int = 0
+) -> Iterator[LeftOut]:
     """Yield the parts to hold out.
 
     These are folds of rows and of sets of runs (:data:`SET`), each value of :data:`LEFT_OUT`, and
@@ -277,11 +288,12 @@ def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
 
     Args:
         contexts: Contexts of the rows.
+        names: Names of the rows.
         seed: Random seed of the folds.
     """
     sets = ["|".join(context[level] for level in SET) for context in contexts]
-    names, of_set = np.unique(sets, return_inverse=True)
-    keys = {"row": named_folds(len(contexts), seed), "set": named_folds(len(names), seed)[of_set]}
+    every, of_set = np.unique(sets, return_inverse=True)
+    keys = {"row": named_folds(names, seed), "set": named_folds(every, seed)[of_set]}
     keys |= {name: np.array([context[level] for context in contexts]) for name, level in LEFT_OUT}
     for name, key in keys.items():
         for value in np.unique(key):
@@ -299,7 +311,8 @@ def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
 def _ways(left: pd.DataFrame) -> list[str]:
     """Columns of errors of :func:`train_serving`."""
     known = ("id", "metric", "group", "queued", "measured")
-    return [name for name in left.columns if name not in known and not name.startswith(INSIDE)]
+    other = (INSIDE, WIDTH)
+    return [name for name in left.columns if name not in known and not name.startswith(other)]
 
 
 def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
@@ -310,13 +323,14 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         ``left_out``, ``metric``, ``rows``, ``median_ape``, ``mape``, ``median_ape_groups`` (mean
-        over groups of their medians), and ``coverage`` of the 90 % intervals.
+        over groups of their medians), and ``coverage`` and median ``width`` (upper over lower
+        bound) of the 90 % intervals.
     """
     records = []
     for name in _ways(left):
         for metric, part in left.groupby("metric"):
             error = np.abs(np.expm1(-part[name]))
-            inside = part.get(f"{INSIDE}{name}")
+            inside, width = (part.get(f"{prefix}{name}") for prefix in (INSIDE, WIDTH))
             records.append(
                 {
                     "left_out": name,
@@ -326,6 +340,7 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
                     "mape": float(error.mean()),
                     "median_ape_groups": float(error.groupby(part["group"]).median().mean()),
                     "coverage": float("nan") if inside is None else float(inside.mean()),
+                    "width": float("nan") if width is None else float(width.median()),
                 }
             )
     return pd.DataFrame(records)
