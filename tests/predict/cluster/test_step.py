@@ -313,8 +313,8 @@ def test_measured_steps_of_a_framework_are_learned_from(operators):
     assert sum(data["operators_us"].values()) == pytest.approx(data["compute_us"])
     # Its published runs with tp=8 wait for the host; those of Megatron do not.
     host = {name: p.step.host / p.step.total for name, p in found.items()}
-    assert host["nanotron"] > 0.1 > 10 * host["megatron-bridge"]
-    assert found["nanotron"].step.total > 1.2 * found["megatron-bridge"].step.total
+    assert host["nanotron"] > 0.04 > 7 * host["megatron-bridge"]
+    assert found["nanotron"].step.total > 1.1 * found["megatron-bridge"].step.total
     widths = {n: p.interval.hi / p.interval.lo for n, p in found.items()}
     # Hand-overs between stages, of which nothing is known without a framework, weigh less than
     # nanotron's own, which are known.
