@@ -8,7 +8,7 @@ from math import inf, lgamma, log, prod
 import numpy as np
 
 from ..devices.device import DeviceSpec
-from ..ir.program import FLOAT, HALF, INTEGER, Computation, Op, Program
+from ..ir.program import FLOAT, HALF, INTEGER, Computation, Op, Program, TensorType
 from ..kernels.kernel import Kernel
 from .columns import CODE, INDEX, type_facts
 from .row import rows
@@ -188,10 +188,8 @@ def _transposition(op: Op, inner: Computation, device: DeviceSpec) -> float:
     # An array read in storage order, or by indices, is no slower than others.
     if made.opcode in ("parameter", "gather"):
         return 0.0
-    shape = inner.ops[op.operands[0]].type.shape
-    inside = source.order[: source.order.index(read)]
-    stride = prod(shape[d] for d in inside) * source.bits // 8
-    cycles = source.size * _far_cycles(stride, shape[read])
+    kind = inner.ops[op.operands[0]].type
+    cycles = source.size * _far_cycles(_stride(kind, read), kind.shape[read])
     return float(cycles / device.clock_hz / max(device.core_count, 1))
 
 
@@ -210,11 +208,16 @@ def _product_loop(op: Op, inner: Computation, device: DeviceSpec) -> float:
             return 0.0
         column = [d for d in facts.order if d in dims]
         if column and column[0] != facts.minor:
-            inside = facts.order[: facts.order.index(column[0])]
-            stride = prod(source.shape[d] for d in inside) * facts.bits // 8
-            cycles += _column_cycles(stride, source.shape[column[0]])
+            cycles += _column_cycles(_stride(source, column[0]), source.shape[column[0]])
     cycles = _S32_CYCLES / max(device.core_count, 1) if library else max(cycles, _ROW_CYCLES)
     return float(op.type.size * depth * cycles / device.clock_hz)
+
+
+def _stride(kind: TensorType, dim: int) -> int:
+    """Return the bytes between neighbours along a dimension."""
+    facts = type_facts(kind)
+    inside = facts.order[: facts.order.index(dim)]
+    return prod(kind.shape[d] for d in inside) * facts.bits // 8
 
 
 def _column_cycles(stride: int, lines: int) -> float:
