@@ -65,5 +65,18 @@ def test_python_examples_of_a_page_work(page, number, text, tmp_path, monkeypatc
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if ast.unparse(call.func).partition(".")[0].split("(")[0] in known:
             named = {own.arg: None for own in call.keywords}
-            called = eval(ast.unparse(call.func), known)
-            inspect.signature(called).bind(*call.args, **named)
+            inspect.signature(_found(call.func, known)).bind(*call.args, **named)
+
+
+def _found(node: ast.expr, known: dict[str, object]) -> object:
+    """What a dotted name stands for; a class that is called on the way is made."""
+    match node:
+        case ast.Name(id=name):
+            return known[name]
+        case ast.Attribute(value=value, attr=name):
+            return getattr(_found(value, known), name)
+        case ast.Call(func=function, args=[], keywords=[]):
+            made = _found(function, known)
+            assert isinstance(made, type)
+            return made()
+    raise AssertionError(ast.unparse(node))
