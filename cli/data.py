@@ -60,8 +60,7 @@ def zoo_export(
     """Write a workload as StableHLO."""
     from ..datagen.zoo import export, parse_settings
     from ..features.ir.platforms import platform_of
-    from ..predict.devices import resolve_device
-    from ..predict.locate import trained_devices
+    from ..predict.devices import find_anywhere
 
     chosen = parse_settings(name, settings)
     if mesh:
@@ -70,11 +69,7 @@ def zoo_export(
 
         export_partitioned(name, chosen, mesh, out, format=form)
     else:
-        platform = (
-            None
-            if device == "local"
-            else platform_of(resolve_device(device, trained_devices())).name
-        )
+        platform = None if device == "local" else platform_of(find_anywhere(device)).name
         export(name, chosen, out, format=form, platform=platform)
     wrote(out, f"{out.stat().st_size} bytes")
 

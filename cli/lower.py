@@ -78,10 +78,9 @@ def lower(
     from ..common.errors import LoweringError
     from ..common.files import write_text
     from ..features.lowering.lower import lower as lower_program
-    from ..predict.devices import resolve_device
-    from ..predict.locate import trained_devices
+    from ..predict.devices import find_anywhere
 
-    spec = None if device == "local" else resolve_device(device, trained_devices())
+    spec = None if device == "local" else find_anywhere(device)
     if lowering in WITHOUT_COMPILER:
         refuse(context, f"--lowering {lowering}, which produces no HLO", {"out"})
     _refuse_compiler_options(context, lowering, spec, compiler.xla_flag)
@@ -277,8 +276,7 @@ def partition(
     from ..datagen.partition.program import partition_annotated, partition_program
     from ..features.ir.platforms import platform_of
     from ..features.ir.reader import read_program
-    from ..predict.devices import resolve_device
-    from ..predict.locate import trained_devices
+    from ..predict.devices import find_anywhere
 
     try:
         chosen = [int(n) for n in batch_args.split(",")] if batch_args else None
@@ -289,7 +287,7 @@ def partition(
     opened = program_of(program)
     if isinstance(opened, Path):
         refuse(context, "a program from a file, which is already lowered", {"device"})
-    place = platform_of(resolve_device(device, trained_devices())) if device != "local" else None
+    place = platform_of(find_anywhere(device)) if device != "local" else None
     source = read_program(opened, platform=place)
     if not mesh:
         if chosen is not None:

@@ -348,8 +348,7 @@ def save(
         DeviceError: The device is unknown.
     """
     from ..features.ir.platforms import platform_here, platform_of
-    from .devices import is_known, resolve_device
-    from .locate import trained_devices
+    from .devices import find_anywhere, is_known
 
     if isinstance(function, str | Path | bytes):
         raise ProgramError(
@@ -358,9 +357,7 @@ def save(
         )
     # The platform of this machine is known even if it was never measured.
     unmeasured = device == "local" and not is_known("local", {})
-    platform = (
-        platform_here() if unmeasured else platform_of(resolve_device(device, trained_devices()))
-    )
+    platform = platform_here() if unmeasured else platform_of(find_anywhere(device))
     write_program(_call(function, args, kwargs), Path(path), platform)
     return Path(path)
 

@@ -70,6 +70,18 @@ def resolve_device(
     raise _unknown(name, known)
 
 
+def find_anywhere(device: str | Path | DeviceSpec) -> DeviceSpec:
+    """Find a device as :func:`resolve_device`, known to any shipped or registered model.
+
+    Raises:
+        DeviceError: The name is unknown or ambiguous; the message lists candidates.
+    """
+    # Imported here: the lists of models take a while, and most callers have a model's devices.
+    from .locate import trained_devices
+
+    return resolve_device(device, trained_devices())
+
+
 def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = None) -> DeviceSpec:
     """Find the description of a cluster's device.
 

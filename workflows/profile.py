@@ -197,11 +197,10 @@ def ceilings_moved(now: DeviceSpec, then: DeviceSpec) -> str:
 
 def show_device(console: Console, name: str, *, as_json: bool) -> None:
     """Print a device with its sources: measured here, from the catalogue or a device file."""
-    from ..predict.devices import resolve_device
-    from ..predict.locate import trained_devices
+    from ..predict.devices import find_anywhere
     from ..predict.render.device import print_device
 
-    spec = resolve_device(name, trained_devices())
+    spec = find_anywhere(name)
     if as_json:
         print(spec.to_json())
     else:
