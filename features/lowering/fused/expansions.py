@@ -3,7 +3,8 @@
 Scans become trees of short ones (ReduceWindowRewriter), selections of the largest elements sorts
 (TopkDecomposer, unless TopkSpecializer has a kernel), stable sorts carry positions along
 (StableSortExpander), gradients of max pooling a search and a scatter (SelectAndScatterExpander),
-and ragged products multiply the rows of every group, others set to zero (RaggedDotRewriter).
+a scatter of one update is a dynamic update of a slice (ScatterExpander), and ragged products
+multiply the rows of every group, others set to zero (RaggedDotRewriter).
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def expand_ops(
             return None
         if opcode == "select-and-scatter" and len(node.called) == 2 and not on_tpu:
             return scattered(node, program)
+        if opcode == "scatter":
+            return _single_update(node, program)
         if opcode == "slice":
             return cropped(node)
         if opcode == "reduce-window":
@@ -83,6 +86,32 @@ def expand_ops(
     rewrite(graph, rule)
     # Nothing else runs calls that were spelled out.
     graph.effects = [n for n in graph.effects if n.attrs.get("target") != "ApproxTopK"]
+
+
+def _single_update(node: Node, program: Program) -> Node | None:
+    """Turn a scatter that overwrites one slice into a dynamic update of it."""
+    if node.is_tuple or len(node.operands) != 3 or node.attrs.get("input_batching_dims"):
+        return None
+    array, indices, updates = node.operands
+    places = node.attrs["scatter_dims_to_operand_dims"]
+    root = program.computations[node.called[0]].root_op
+    overwrites = root.opcode == "parameter" and root.attrs["index"] == 1
+    if not overwrites or not places or indices.size != len(places):
+        return None
+    start = {place: _scalar(indices, i) for i, place in enumerate(places)}
+    inserted = node.attrs["inserted_window_dims"]
+    sizes = iter([updates.type.shape[d] for d in node.attrs["update_window_dims"]])
+    shape = tuple(1 if d in inserted else next(sizes) for d in range(len(array.type.shape)))
+    zero = splat_node(0, TensorType(indices.type.dtype))
+    starts = [start.get(d, zero) for d in range(len(shape))]
+    operands = [array, reshape(updates, shape), *starts]
+    return Node("dynamic-update-slice", operands, node.results, source=node.source)
+
+
+def _scalar(indices: Node, i: int) -> Node:
+    """The element of an index vector at a position, as a scalar."""
+    flat = reshape(indices, (indices.size,))
+    return reshape(_cut(flat, 0, i, i + 1), ())
 
 
 def _complex_exponential(node: Node) -> Node:

@@ -101,13 +101,18 @@ def _equal_counters(loop: Node) -> dict[int, int]:
     return same
 
 
-def copy_loop_state(graph: Graph) -> None:
+def copy_loop_state(graph: Graph, donated: Collection[int] = ()) -> None:
     """Add the copies that loops need to keep their state in place.
 
     Values that change places within the state go through copies, one more than there are in each
     cycle; so does a start that is an argument, a constant or read by others.
+
+    Args:
+        graph: Changed in place.
+        donated: As for :func:`copy_overwritten`.
     """
     nodes = graph.nodes()
+    free = _donated(graph, donated)
     readers: dict[int, int] = {}
     for node in nodes:
         for operand in node.operands:
@@ -121,7 +126,8 @@ def copy_loop_state(graph: Graph) -> None:
                 start = node.operands[i]
                 source = source_of(start)
                 # A loop overwrites its state, so the state must not be anyone else's value.
-                shared = _is_given(source) or readers[id(source)] > 1
+                given = _is_given(source) and id(source) not in free
+                shared = given or readers[id(source)] > 1
                 if shared and output is not body.parameters[i]:
                     node.operands[i] = _own_start(start, node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ....common.errors import LoweringError
@@ -43,7 +44,7 @@ from .products import canonical_dots, convolved_products, host_products, widen_p
 from .reductions import pad_products, split_products, split_reductions
 from .simplify import simplify
 from .transposes import move_transposes, sink_transposes
-from .updates import copy_read_later, turn_updates
+from .updates import copy_read_later, turn_loop_state, turn_updates
 from .vector_products import SMALL_PRODUCT, reduce_vector_products, sum_vector_products
 
 
@@ -94,7 +95,7 @@ def lower_fused(
     copy_results(graph, donated)
     if machine.fused_products:
         assign_layouts(graph)
-    writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
+    writer = _fused(graph, machine, emitter, donated, is_entry=True, horizontal=horizontal)
     # Last, as in XLA: only what is updated in place starts from a copy.
     if platform == "gpu":
         copy_read_later(writer.clusters)
@@ -135,6 +136,8 @@ def prepare(graph: Graph, machine: Machine, program: Program, *, is_entry: bool 
         sum_vector_products(graph, program)
         convolved_products(graph)
         return
+    if is_entry and not machine.host:
+        turn_loop_state(graph)
     for node in graph.nodes():
         for inner in node.graphs:
             prepare(inner, machine, program)
@@ -169,11 +172,12 @@ def _fused(
     graph: Graph,
     machine: Machine,
     emitter: Emitter,
+    donated: Collection[int] = (),
     *,
     is_entry: bool = False,
     horizontal: bool = False,
 ) -> ComputationWriter:
-    copy_loop_state(graph)
+    copy_loop_state(graph, donated)
     own_fills(graph)
     bodies = bodies_of(graph, emitter, lambda inner, _: _fused(inner, machine, emitter))
     clusters = Clusters(graph, fused_products=machine.fused_products)

@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from ...ir.op_table import UPDATES
 from .clusters import PRODUCTS, Cluster, Clusters, Dependences, owner, source_of, written
-from .folding import is_elementwise, splat, spread, transposed
+from .folding import is_elementwise, reshape, splat, spread, transposed
 from .graph import Graph, Node, rewrite
 from .loops import copy_start
 
 #: Updates whose dimensions can change places.
 _TURNED = UPDATES & {"dynamic-update-slice", "scatter"}
+#: Ops, besides those of :func:`_above`, whose operand has their order.
+_SEEN_THROUGH = frozenset(("dynamic-slice", "reshape"))
+
+#: Dimensions, the outermost first.
+Order = Sequence[int]
 
 
 def turn_updates(graph: Graph) -> None:
@@ -48,6 +53,131 @@ def turn_updates(graph: Graph) -> None:
         return _turned(node.operands[0], node.attrs["dimensions"]) if id(node) in below else None
 
     rewrite(graph, rule)
+
+
+def turn_loop_state(graph: Graph) -> None:
+    """Give arrays that loops update in place the order of the products that read them.
+
+    Caches stacked by layer are transposed once before and once after the loop: the layout of a
+    loop's state, unlike that of arguments and results, is XLA's to choose.
+
+    Args:
+        graph: The entry; products have any order of dimensions. Loops inside of loops are left
+            alone.
+    """
+    nodes = graph.nodes()
+    for loop in nodes:
+        if loop.opcode != "while" or len(loop.graphs) != 2:
+            continue
+        body, results = loop.graphs[1], list(loop.results)
+        for i, order in _state_orders(body).items():
+            for inner in loop.graphs:
+                _read_turned(inner, inner.parameters[i], order)
+            body.outputs[i] = transposed(body.outputs[i], order)
+            loop.operands[i] = transposed(loop.operands[i], order, loop.source)
+            results[i] = body.parameters[i].type
+            for node in nodes:
+                is_element = node.opcode == "get-tuple-element" and node.operands[0] is loop
+                if is_element and node.attrs["index"] == i:
+                    _read_turned(graph, node, order)
+        loop.results = tuple(results)
+        rewrite(body, _above_transpose)
+
+
+def _state_orders(body: Graph) -> dict[int, Order]:
+    """Orders of the dimensions of state that products read through an update, by its index."""
+    places = {id(node): i for i, node in enumerate(body.parameters)}
+    orders: dict[int, Order] = {}
+    reached: dict[int, Order] = {}
+    for dot in [node for node in body.nodes() if node.opcode == "dot"]:
+        for side in range(2):
+            node: Node | None = dot.operands[side]
+            order, updated = _read_order(dot, side), False
+            while node is not None and id(node) not in reached:
+                reached[id(node)] = order
+                i = places.get(id(node), -1)
+                if i >= 0 and (updated or body.outputs[i] is not node):
+                    orders[i] = order
+                updated |= _is_update(node)
+                if node.opcode == "transpose":
+                    order = [node.attrs["dimensions"][d] for d in order]
+                elif node.opcode == "reshape":
+                    order = _without_ones(order, node.type.shape, node.operands[0].type.shape)
+                seen_through = order and node.opcode in _SEEN_THROUGH
+                node = node.operands[0] if seen_through else _above(node)
+    for i, output in enumerate(body.outputs):
+        # Arrays of which a loop writes a slice each time, such as a layer's new cache.
+        if _is_update(output) and output.operands[0] is body.parameters[i] and i not in orders:
+            part = output.operands[1]
+            if id(source_of(part)) in reached:
+                whole = source_of(part)
+                orders[i] = _without_ones(reached[id(whole)], whole.type.shape, part.type.shape)
+    return {i: order for i, order in orders.items() if list(order) != sorted(order)}
+
+
+def _read_order(dot: Node, side: int) -> Order:
+    """Order of an operand's dimensions: those of the batch first.
+
+    A matrix that a vector is multiplied by is summed along its rows, as XLA's
+    NormalizeDotOperandToBatchMajorAndContractingMinor has it.
+    """
+    keys = ("lhs", "rhs")
+    batch, summed = (
+        [dot.attrs.get(f"{key}_{kind}_dims", ()) for key in keys]
+        for kind in ("batch", "contracting")
+    )
+    shape = dot.operands[1 - side].type.shape
+    taken = (*batch[1 - side], *summed[1 - side])
+    vector = all(size == 1 for d, size in enumerate(shape) if d not in taken)
+    inner = [d for d in range(len(dot.operands[side].type.shape)) if d not in batch[side]]
+    if vector:
+        inner = [*(d for d in inner if d not in summed[side]), *summed[side]]
+    return [*batch[side], *inner]
+
+
+def _without_ones(order: Order, shape: Sequence[int], before: Sequence[int]) -> Order:
+    """The order on the other side of a reshape that adds or drops ones; empty for others."""
+    kept, left = ([d for d, size in enumerate(s) if size != 1] for s in (shape, before))
+    if [shape[d] for d in kept] != [before[d] for d in left]:
+        return ()
+    ones = [d for d, size in enumerate(before) if size == 1]
+    return [*ones, *(left[kept.index(d)] for d in order if d in kept)]
+
+
+def _read_turned(graph: Graph, node: Node, order: Order) -> None:
+    """Change the order of a value's dimensions, and let its readers see the order from before."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    view = Node("transpose", [node], node.results, {"dimensions": tuple(back)}, source=node.source)
+    for user in graph.nodes():
+        user.operands = [view if operand is node else operand for operand in user.operands]
+    graph.outputs = [view if output is node else output for output in graph.outputs]
+    node.results = (node.type._replace(shape=tuple(node.type.shape[d] for d in order)),)
+
+
+def _above_transpose(node: Node) -> Node | None:
+    """Move an update, a slice, or a reshape that drops ones above a transpose of what it reads."""
+    first = node.operands[0] if node.operands else node
+    if first.opcode != "transpose":
+        return None
+    back = first.attrs["dimensions"]
+    order: Order = sorted(range(len(back)), key=back.__getitem__)
+    if _is_update(node):
+        return transposed(_turned_update(node, order), back, node.source)
+    if node.opcode == "reshape":
+        order = _without_ones(order, first.type.shape, node.type.shape)
+        back = sorted(range(len(order)), key=order.__getitem__)
+    elif node.opcode != "dynamic-slice":
+        return None
+    if not order:
+        return None
+    shape = tuple(node.type.shape[d] for d in order)
+    if node.opcode == "reshape":
+        return transposed(reshape(first.operands[0], shape, node), back, node.source)
+    starts = [node.operands[1 + d] for d in order]
+    kind = node.type._replace(shape=shape)
+    attrs = {**node.attrs, "slice_sizes": shape}
+    made = Node(node.opcode, [first.operands[0], *starts], (kind,), attrs, source=node.source)
+    return transposed(made, back, node.source)
 
 
 def _is_update(node: Node) -> bool:

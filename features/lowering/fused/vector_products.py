@@ -83,9 +83,9 @@ def _vector_sum(
         dot: The product.
         program: Takes in the computation that adds two scalars.
         ones: Whether an operand whose own dimensions are of size one is a vector, too.
-        turned: Whether a matrix that comes from a reshape is transposed to be summed along rows, as
-            XLA's NormalizeDotOperandToBatchMajorAndContractingMinor does. Without a reshape its
-            layout assignment makes that transpose free.
+        turned: Whether a matrix that comes from a reshape or a transpose is transposed to be summed
+            along rows, as XLA's NormalizeDotOperandToBatchMajorAndContractingMinor does. Without
+            these its layout assignment makes that transpose free.
     """
     own_dims = range(len(dot.attrs.get("lhs_batch_dims", ())), len(dot.type.shape))
     dropped = [d for d in own_dims if ones and dot.type.shape[d] == 1]
@@ -102,7 +102,7 @@ def _vector_sum(
     own = 0 if alone[0] else 1
     matrix, dims = dot.operands[1 - own], sides[1 - own]
     batch = len(dot.attrs.get("lhs_batch_dims", ()))
-    if turned and _is_reshaped(matrix):
+    if turned and (_is_reshaped(matrix) or matrix.opcode == "transpose"):
         inner = [d for d in range(len(matrix.type.shape)) if d not in dims]
         matrix = transposed(matrix, [*dims[:batch], *inner, *dims[batch:]], dot.source)
         dims = (*range(batch), *range(batch + len(inner), len(matrix.type.shape)))

@@ -676,6 +676,31 @@ def test_caches_of_keys_and_values_are_copied_where_that_saves_memory():
     assert len([k for k in found if k.bytes >= MOVED]) == 6
 
 
+def test_caches_that_a_loop_carries_are_transposed_before_and_after_it():
+    # Compiled: four transposes of all layers, none of one layer; no copies of donated caches.
+    layers = 4
+    stack = spec(layers, *CACHE.shape, dtype=BF16)
+    token = spec(layers, *TOKEN.shape, dtype=BF16)
+
+    def attend(keys, values, tokens, query, place):
+        def layer(carry, inputs):
+            query, *caches = carry
+            index, token = inputs
+            start = (index, 0, place, 0, 0)
+            caches = [jax.lax.dynamic_update_slice(c, token[None], start) for c in caches]
+            keys, values = (jax.lax.dynamic_index_in_dim(c, index, 0, False) for c in caches)
+            scores = jnp.einsum("bhqd,bthd->bhqt", query, keys)
+            return (jnp.einsum("bhqt,bthd->bhqd", scores, values), *caches), None
+
+        inputs = (jnp.arange(layers), tokens)
+        return jax.lax.scan(layer, (query, keys, values), inputs)[0]
+
+    found = kernels(attend, stack, stack, token, QUERY, PLACE, donate=(0, 1))
+    assert [k.bytes for k in found].count(layers * MOVED) == 4
+    layer = [k.ir for k in found if MOVED <= k.bytes < layers * MOVED]
+    assert layer and not [ir for ir in layer if " transpose(" in ir]
+
+
 def test_an_update_of_a_value_that_a_later_kernel_reads_has_a_copy():
     def read(x, part, place):
         values = jnp.sort(x, axis=1)

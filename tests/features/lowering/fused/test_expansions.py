@@ -173,3 +173,26 @@ def test_the_gradient_of_a_padded_pool_is_written_once():
     # XLA's three kernels for an H100: zeros, the search, the scatter.
     assert [k.kind for k in fused] == ["copy", "reduce", "gather_scatter"]
     assert fused[0].bytes_out == 4 * 8 * 112 * 112 * 64
+
+
+def test_a_scatter_of_one_slice_is_an_update_in_place():
+    """As compiled for an H100: no copy of the loop's state, whose memory the caller gives up."""
+    rows, width = 64, 4096
+
+    def filled(stack, row):
+        def body(i, stack):
+            return stack.at[i].set(stack[i] * row)
+
+        return lax.fori_loop(0, rows, body, stack)
+
+    shapes = jax.ShapeDtypeStruct((rows, width), jnp.float32), jax.ShapeDtypeStruct((width,), "f4")
+    for donated, copies in (((0,), 0), ((), 1)):
+        text = jax.jit(filled, donate_argnums=donated).trace(*shapes)
+        text = text.lower(lowering_platforms=("cuda",)).as_text()
+        found = lower(read_program(text), lowering="fused", device=H100).kernels
+        row = 4 * width
+        (update,) = [k for k in found if k.multiplicity == rows and k.bytes > 2 * row]
+        # The row of the stack and the factor are read.
+        assert update.bytes_out == row
+        assert update.bytes == pytest.approx(3 * row, abs=64)
+        assert len([k for k in found if k.bytes == 2 * rows * row]) == copies
