@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -121,6 +121,8 @@ def _concatenates(call: AtenCall) -> bool:
 
 #: A value of a program: its memory, and the position of the operator that wrote it (-1: none).
 _Value = tuple[int, int]
+#: Reads of values: bytes by the value and the position in its storage of the part that is read.
+_Reads = dict[tuple[_Value, int], float]
 
 
 class _Values:
@@ -128,12 +130,12 @@ class _Values:
 
     Attributes:
         read: Values that each operator reads, in the order of its inputs.
-        sources: For each value that its readers compute, what they read instead, with bytes.
+        sources: For each value that its readers compute, what they read instead.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.read: list[list[_Value]] = []
-        self.sources: dict[_Value, dict[_Value, float]] = {}
+        self.sources: dict[_Value, _Reads] = {}
         self._size: dict[_Value, int] = {}
         self._biases: dict[_Value, tuple[_Value, int]] = {}
         calls, maker = recording.calls, dict[int, int]()
@@ -159,24 +161,24 @@ class _Values:
                 whole = len(sizes[t.memory]) == 1 and t.memory not in recording.kept
                 if whole and prod(t.shape) >= size:
                     # Sums over rows, such as a norm's moments, are always written.
-                    sums = {(o.memory, at): float(o.bytes) for o in call.outputs if o is not t}
+                    sums = {((o.memory, at), 0): float(o.bytes) for o in call.outputs if o is not t}
                     sources = self.behind(call, at) | sums
                     if _repeats(sources.values(), readers.get((t.memory, at), [])):
                         self.sources[t.memory, at] = sources
 
-    def behind(self, call: AtenCall, at: int) -> dict[_Value, float]:
-        """Return the values in memory that an operator reads, with bytes."""
-        found: dict[_Value, float] = {}
+    def behind(self, call: AtenCall, at: int) -> _Reads:
+        """Return what an operator reads of the values in memory."""
+        found: _Reads = {}
         for place, (t, value) in enumerate(zip(call.inputs, self.read[at], strict=True)):
             # Only looked-up rows of a table are read.
             most = call.outputs[0].bytes if call.name in LOOKUPS and not place else t.bytes
             share = min(t.bytes / max(self._size.get(value, 0), 1), 1.0)
-            whole = {value: float(min(t.bytes, most))}
+            whole = {(value, t.start): float(min(t.bytes, most))}
             for source, size in self.sources.get(value, whole).items():
                 part = size if value not in self.sources else share * size
                 found[source] = max(found.get(source, 0.0), part)
-        biases = [self._biases[value] for value in found if value in self._biases]
-        return found | {bias: float(size) for bias, size in biases}
+        biases = [self._biases[value] for value, _ in found if value in self._biases]
+        return found | {(bias, 0): float(size) for bias, size in biases}
 
 
 def _repeats(sources: Iterable[float], readers: Sequence[AtenCall]) -> bool:
@@ -195,6 +197,7 @@ class _Fusion:
         self._groups: list[_Group] = []
         self._maker: dict[int, int] = {}
         self._readers: dict[int, set[int]] = {}
+        self._storage = {t.memory: float(t.storage) for c in self._calls for t in c.inputs}
         for at, call in enumerate(recording.calls):
             self._add(at, call)
 
@@ -282,7 +285,7 @@ class _Fusion:
     def works(self) -> list[AtenKernel]:
         order = self._order()
         reads = {home: self._reads(self._groups[home]) for home in order}
-        outside = {value for own in reads.values() for value in own}
+        outside = {value for own in reads.values() for value, _ in own}
         found: list[AtenKernel] = []
         for home in order:
             group = self._groups[home]
@@ -295,14 +298,14 @@ class _Fusion:
                 found += self._generated(group, reads[home], outside)
         return found
 
-    def _reads(self, group: _Group) -> dict[_Value, float]:
-        """Return the values in memory that a kernel reads and does not make, with bytes."""
+    def _reads(self, group: _Group) -> _Reads:
+        """Return what a kernel reads of the values in memory that it does not make."""
         made = {(t.memory, at) for at in group.calls for t in self._calls[at].outputs}
-        found: dict[_Value, float] = {}
+        found: _Reads = {}
         for at in group.calls:
-            for value, size in self._values.behind(self._calls[at], at).items():
-                if value not in made:
-                    found[value] = max(found.get(value, 0.0), size)
+            for part, size in self._values.behind(self._calls[at], at).items():
+                if part[0] not in made:
+                    found[part] = max(found.get(part, 0.0), size)
         return found
 
     def _copy(self, at: int) -> list[AtenKernel]:
@@ -343,9 +346,7 @@ class _Fusion:
         own = self._groups[home].calls
         return all(self._calls[at].again for at in own), own[-1]
 
-    def _generated(
-        self, group: _Group, read: Mapping[_Value, float], outside: Set[_Value]
-    ) -> list[AtenKernel]:
+    def _generated(self, group: _Group, read: _Reads, outside: Set[_Value]) -> list[AtenKernel]:
         """Return a generated kernel; none if its readers compute all that it would make."""
         calls = [self._calls[at] for at in group.calls]
         made: dict[int, int] = {}
@@ -363,10 +364,15 @@ class _Fusion:
         repeated |= any(value in self._values.sources for value in reads)
         if len(calls) == 1 and not (repeated or "norm" in calls[0].name):
             return used(calls[0])
-        by_memory: dict[int, float] = {}
-        for (memory, _), size in read.items():
-            by_memory[memory] = max(by_memory.get(memory, 0.0), size)
-        uses = [Use(m, size, False) for m, size in by_memory.items()]
+        parts: dict[int, dict[int, float]] = {}
+        for ((memory, _), start), size in read.items():
+            own = parts.setdefault(memory, {})
+            own[start] = max(own.get(start, 0.0), size)
+        # Slices of a tensor may overlap.
+        uses = [
+            Use(m, min(sum(own.values()), max([*own.values(), self._storage.get(m, 0.0)])), False)
+            for m, own in parts.items()
+        ]
         sums = {t.memory for c in calls if "norm" in c.name for t in c.outputs[1:]}
         if written - sums:
             uses += [Use(m, size, False) for m, size in _again(calls, made.keys() - written)]

@@ -290,11 +290,18 @@ class Use(NamedTuple):
         memory: Number of the memory.
         bytes: Bytes read or written; 0 if the amount is unknown.
         written: Whether the bytes are written.
+        start: Position of the first byte in the memory.
     """
 
     memory: int
     bytes: float
     written: bool
+    start: float = 0.0
+
+    def covers(self, other: Use) -> bool:
+        """Return whether another use of the same memory is of a part of this one, if known."""
+        end, last = self.start + self.bytes, other.start + other.bytes
+        return not self.bytes or (self.start <= other.start and last <= end)
 
 
 class Stream(NamedTuple):
@@ -326,7 +333,7 @@ def streams(
     total = starts[-1]
     # The last kernel that touches each memory, and the latest one so far.
     last = {use.memory: i for i, own in enumerate(uses) for use in own}
-    before: dict[int, int] = {}
+    before: dict[int, list[tuple[int, Use]]] = {}
     found = []
     for i, (own, size) in enumerate(zip(uses, moved, strict=True)):
         # Scaled to the kernel's traffic: a norm may read a tensor twice, a look-up only a part.
@@ -334,7 +341,11 @@ def streams(
         scale = size / whole if whole else 0.0
         parts = []
         for use in own:
-            end, known = last[use.memory], before.get(use.memory)
+            end, earlier = last[use.memory], before.get(use.memory, [])
+            known = next((at for at, one in reversed(earlier) if one.covers(use)), None)
+            if known is None and any(one.written for _, one in earlier):
+                # Written in parts.
+                known = earlier[-1][0]
             if use.written:
                 gone = use.memory not in kept and end > i
                 far = starts[end] - starts[i + 1] if gone else total
@@ -346,5 +357,6 @@ def streams(
             if use.bytes:
                 parts.append(Stream(use.bytes * scale, max(far, 0.0) + 2.0 * use.bytes))
         found.append(tuple(parts))
-        before |= dict.fromkeys((use.memory for use in own), i)
+        for use in own:
+            before.setdefault(use.memory, []).append((i, use))
     return found

@@ -196,8 +196,8 @@ def used(call: AtenCall) -> list[AtenKernel]:
     for at, t in enumerate(call.inputs):
         # Only looked-up rows of a table are read.
         size = min(t.bytes, most) if call.name in LOOKUPS and not at else t.bytes
-        uses.append(Use(t.memory, known * size, False))
-    uses += [Use(t.memory, known * t.bytes, True) for t in call.outputs]
+        uses.append(Use(t.memory, known * size, False, t.start))
+    uses += [Use(t.memory, known * t.bytes, True, t.start) for t in call.outputs]
     return [replace(work, uses=tuple(uses)) for work in found]
 
 

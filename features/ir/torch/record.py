@@ -58,6 +58,8 @@ class TensorUse:
         bytes: Its bytes; each element in memory counts once even if broadcast.
         contiguous: Whether elements are stored in the order of its dimensions.
         channels_last: Whether it is an image stored with the channels last.
+        start: Position of its first byte in the storage.
+        storage: Bytes of the storage.
     """
 
     shape: tuple[int, ...]
@@ -66,6 +68,8 @@ class TensorUse:
     bytes: int
     contiguous: bool = True
     channels_last: bool = False
+    start: int = 0
+    storage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,11 +282,17 @@ class Recorder:
             self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.place)
 
     def _use(self, tensor: torch.Tensor) -> TensorUse:
-        size = tensor.element_size()
-        memory = min(tensor.numel() * size, tensor.untyped_storage().nbytes())
-        own, dense = self.memory(tensor), tensor.is_contiguous()
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor)
-        return TensorUse(shape, dtype, own, memory, dense, lies_last(tensor))
+        size, storage = tensor.element_size(), tensor.untyped_storage().nbytes()
+        return TensorUse(
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor),
+            memory=self.memory(tensor),
+            bytes=min(tensor.numel() * size, storage),
+            contiguous=tensor.is_contiguous(),
+            channels_last=lies_last(tensor),
+            start=tensor.storage_offset() * size,
+            storage=storage,
+        )
 
     def memory(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage."""

@@ -160,3 +160,11 @@ def test_parts_of_images_are_copied_for_convolutions():
         assert [c.name for c in recording.calls] == names
         copies = [w for w in fused(recording) if w.name == "contiguous"]
         assert [w.bytes for w in copies] == [2 * 2 * 8 * 64 * 32 * 32] * 2
+
+
+def test_a_kernel_reads_every_slice_of_a_tensor_that_it_adds_up():
+    (kernel,) = compiled(lambda x: sum(x[:, t] for t in range(16)), (8, 16, 64))
+    assert kernel.bytes == 2 * 8 * (16 + 1) * 64
+    # Slices that overlap are no more than the tensor.
+    (stencil,) = compiled(lambda x: 2 * x[1:-1] - x[2:] - x[:-2], (1026,))
+    assert stencil.bytes == 2 * (1026 + 1024)

@@ -39,6 +39,19 @@ def test_streams_are_of_the_traffic_that_is_known():
     assert streams([(Use(0, 0.0, False),)], [30.0], ()) == [()]
 
 
+def test_a_slice_is_near_only_after_a_use_of_the_same_part():
+    # Two slices of 10 bytes of one tensor, then the first once more, then all of it.
+    one, other, whole = Use(0, 10.0, False), Use(0, 10.0, False, 10.0), Use(0, 20.0, False)
+    first, second, third, last = streams(
+        [(one,), (other,), (one,), (whole,)], [10.0, 10.0, 10.0, 20.0], kept={0}
+    )
+    # The whole was read at the end of the run before.
+    assert (first, second) == ((Stream(10.0, 20.0),), (Stream(10.0, 30.0),))
+    assert third == (Stream(10.0, 10.0 + 20.0),)
+    # Never read at once in this run: nothing says that all of it is near.
+    assert last == (Stream(20.0, 30.0 + 40.0),)
+
+
 class Block(torch.nn.Module):
     def __init__(self, d, heads):
         super().__init__()
