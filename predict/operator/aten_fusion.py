@@ -11,7 +11,7 @@ from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import AtenCall, Recording
 from .aten_convolutions import lays_channels_last
 from .aten_products import multiplies
-from .aten_traffic import LOOKUPS, NAMES, Use, evaluated
+from .aten_traffic import LOOKUPS, NAMES, Use, evaluated, looked_up
 from .aten_work import AtenKernel, moving, used
 
 #: Name prefixes of operators that torch.compile does not generate code for.
@@ -171,7 +171,7 @@ class _Values:
         found: _Reads = {}
         for place, (t, value) in enumerate(zip(call.inputs, self.read[at], strict=True)):
             # Only looked-up rows of a table are read.
-            most = call.outputs[0].bytes if call.name in LOOKUPS and not place else t.bytes
+            most = looked_up(call) if call.name in LOOKUPS and not place else t.bytes
             share = min(t.bytes / max(self._size.get(value, 0), 1), 1.0)
             whole = {(value, t.start): float(min(t.bytes, most))}
             for source, size in self.sources.get(value, whole).items():

@@ -35,7 +35,7 @@ LOOKUPS = NAMES["lookups"]
 #: Operators that read selected rows of a table and add them up.
 BAGS = ("aten._embedding_bag", "aten._embedding_bag_forward_only")
 _EMBEDDING = "aten.embedding_dense_backward"
-_MASKED, _PUT_FLAT, _TAKE = "aten.masked_scatter", "aten.put", "aten.take"
+_MASKED, _PUT_FLAT = "aten.masked_scatter", "aten.put"
 #: Maximum indices for which the gradient of an embedding is one kernel without a sort
 #: (embedding_dense_backward_cuda).
 _UNSORTED = 3072
@@ -68,16 +68,20 @@ def read_traffic(call: AtenCall) -> float | None:
         table, index = call.inputs[0], call.inputs[1]
         row = table.bytes / max(table.shape[0], 1)
         return float(call.outputs[0].bytes + prod(index.shape) * row + index.bytes)
-    if call.name in ("aten.gather", _TAKE):
-        table, index = call.inputs[:2]
-        scattered = call.name == _TAKE or _scatters(call)
-        return float(written + index.bytes + _touched(table.bytes, index.shape, scattered, written))
     if call.name in LOOKUPS:
-        # Table rows (as much as is written), and the index.
-        return float(
-            written + min(written, call.inputs[0].bytes) + sum(t.bytes for t in call.inputs[1:])
-        )
+        return float(written + looked_up(call) + sum(t.bytes for t in call.inputs[1:]))
     return None
+
+
+def looked_up(call: AtenCall) -> float:
+    """Return the bytes of a table that a look-up reads: whole sectors of narrow rows."""
+    table, *indices = call.inputs
+    written = call.outputs[0].bytes
+    count = max((prod(t.shape) for t in indices if t.dtype != "bool"), default=0)
+    narrow = count > 0 and written / count < SECTOR
+    if call.name == "aten.gather":
+        narrow = _scatters(call)
+    return _touched(table.bytes, (count,), narrow, written)
 
 
 def write_traffic(call: AtenCall) -> list[float] | None:

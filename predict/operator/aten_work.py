@@ -30,6 +30,7 @@ from .aten_traffic import (
     Use,
     channel_blocks,
     evaluated,
+    looked_up,
     read_traffic,
     scan_steps,
     selection,
@@ -191,11 +192,10 @@ def used(call: AtenCall) -> list[AtenKernel]:
     ]
     # The split of traffic among several kernels of an operator is unknown.
     known = float(len(found) == 1)
-    most = sum(t.bytes for t in call.outputs)
     uses = []
     for at, t in enumerate(call.inputs):
         # Only looked-up rows of a table are read.
-        size = min(t.bytes, most) if call.name in LOOKUPS and not at else t.bytes
+        size = looked_up(call) if call.name in LOOKUPS and not at else t.bytes
         uses.append(Use(t.memory, known * size, False, t.start))
     uses += [Use(t.memory, known * t.bytes, True, t.start) for t in call.outputs]
     return [replace(work, uses=tuple(uses)) for work in found]

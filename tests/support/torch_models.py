@@ -184,3 +184,14 @@ def examples():
         "llama": (Llama(), (tokens(),)),
         "encoder": (Encoder(), (tokens(), padded)),
     }
+
+
+class Called(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)

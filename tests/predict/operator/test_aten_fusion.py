@@ -10,14 +10,7 @@ from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.operator.aten_fusion import fused  # noqa: E402
 
-
-class Called(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
+from ...support.torch_models import Called  # noqa: E402
 
 
 def compiled(function, *shapes, dtype=torch.bfloat16):

@@ -11,10 +11,17 @@ import torch.nn.functional as F  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
-from opcast.predict.operator.aten_traffic import Stream, Use, streams  # noqa: E402
+from opcast.predict.operator.aten_traffic import (  # noqa: E402
+    Stream,
+    Use,
+    read_traffic,
+    streams,
+)
 from opcast.predict.operator.aten_work import works  # noqa: E402
 from opcast.predict.operator.torch_framework import operator_bundle  # noqa: E402
 from opcast.predict.operator.torch_price import price  # noqa: E402
+
+from ...support.torch_models import Called  # noqa: E402
 
 
 def test_distances_are_what_is_moved_in_between_and_twice_the_tensor():
@@ -50,6 +57,16 @@ def test_a_slice_is_near_only_after_a_use_of_the_same_part():
     assert third == (Stream(10.0, 10.0 + 20.0),)
     # Never read at once in this run: nothing says that all of it is near.
     assert last == (Stream(20.0, 30.0 + 40.0),)
+
+
+@pytest.mark.parametrize(("width", "read"), [(1, 32), (4, 32), (64, 256)])
+@pytest.mark.parametrize("select", [lambda x, i: x[i], lambda x, i: x.index_select(0, i)])
+def test_rows_narrower_than_a_sector_cost_a_sector(width, read, select):
+    rows, count = 1 << 20, 4096
+    table = torch.empty(rows, width, device="meta")
+    places = torch.empty(count, dtype=torch.int64, device="meta")
+    (call,) = record(TorchProgram(Called(select), (table, places))).calls
+    assert read_traffic(call) == count * (8 + 4 * width + read)
 
 
 class Block(torch.nn.Module):
