@@ -117,7 +117,7 @@ class AtenPrices:
         times *= ((np.maximum(times[:, 0], few) + alone) / times[:, 0])[:, None]
         chains = np.array([_chained(work, self._spec) for work in found])
         times = np.maximum(times, np.outer(chains, _LOADS))
-        return np.maximum(times, least_times(found, self._spec)[:, None]), sources
+        return raised(times, least_times(found, self._spec)), sources
 
     def _place(self, times: np.ndarray, found: Sequence[AtenKernel], kept: Collection[int]) -> None:
         """Adjust times of passes to what the caches hold in the program."""
@@ -287,12 +287,27 @@ def _alike(work: AtenKernel) -> Hashable:
 
 
 def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
-    """Return minimum seconds of kernels, shape ``(n,)``; f32 products use the full f32 peak."""
+    """Return minimum seconds of kernels, shape ``(n,)``; f32 products use the full f32 peak.
+
+    Steps of recurrent layers find their weights in the cache if these fit.
+    """
+    times = np.array([w.op.scale if w.name in STEPS else 1.0 for w in found])
+    each = [w.op._replace(scale=w.op.scale / n) for w, n in zip(found, times, strict=True)]
     full = [
-        w.op.flops() / spec.matrix_peak("f32") if w.kind == PRODUCT and w.dtype == "f32" else 0.0
-        for w in found
+        op.flops() / spec.matrix_peak("f32") if w.kind == PRODUCT and w.dtype == "f32" else 0.0
+        for w, op in zip(found, each, strict=True)
     ]
-    return np.asarray(np.maximum(full, least_seconds([w.op for w in found], spec)))
+    return times * np.maximum(full, least_seconds(each, spec))
+
+
+def raised(times: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Raise times with bounds, shape ``(n, 3)``, to minimum times, shape ``(n,)``.
+
+    The upper bound keeps its ratio to an estimate that is raised.
+    """
+    factor = np.ones_like(times)
+    factor[:, 2] = np.maximum(least / times[:, 0], 1.0)
+    return np.asarray(np.maximum(times * factor, least[:, None]))
 
 
 def _draws_power(work: AtenKernel) -> bool:

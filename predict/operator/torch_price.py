@@ -39,7 +39,7 @@ from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
 from .aten_costs import cost_class, measured_costs, seconds_by_class
 from .aten_fusion import fused
-from .aten_prices import ALONE, AtenPrices, bound_of, least_times
+from .aten_prices import ALONE, AtenPrices, bound_of, least_times, raised
 from .aten_work import (
     AtenKernel,
     check_priced,
@@ -247,7 +247,7 @@ def price_works(
         if context["leading"] == "yes" or not learned.effects.knows("device", spec.name):
             own = measured_costs(spec, bundle)
             factors[[cost in own for cost in costs]] = 1.0
-        times = np.maximum(times * factors[:, None], least[:, None])
+        times = raised(times * factors[:, None], least)
         train = any(w.phase == "backward" for w in found)
         ends = learned.interval(seconds_by_class(costs, times[:, 0]), context, train, narrow)
     total = float(times[:, 0].sum())

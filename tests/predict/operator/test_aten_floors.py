@@ -8,6 +8,7 @@ import random
 from functools import cache
 from math import prod
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -18,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from opcast.common.errors import ProgramError  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch import record as recording  # noqa: E402
-from opcast.features.ir.torch import reductions, shapes  # noqa: E402, F401
+from opcast.features.ir.torch import reductions, runs, shapes  # noqa: E402, F401
+from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.table import TABLE  # noqa: E402
+from opcast.predict.operator.aten_prices import least_times, raised  # noqa: E402
 from opcast.predict.operator.aten_products import product_of  # noqa: E402
 from opcast.predict.operator.aten_work import works  # noqa: E402
 from opcast.predict.operator.torch_framework import operator_bundle, price  # noqa: E402
@@ -390,3 +393,22 @@ def test_every_operator_with_a_translation_moves_its_tensors(dtype):
         for call, size in zip(calls, moved, strict=True):
             lo = sum(next(priced).lo_us for _ in works([call]))
             assert lo >= 0.999 * floor_us(0, size, spec, "f32"), call.name
+
+
+def test_an_upper_bound_keeps_its_distance_from_an_estimate_that_is_raised():
+    times = np.array([[2.0, 1.0, 3.0], [6.0, 5.0, 9.0]])
+    assert raised(times, np.array([4.0, 4.0])).tolist() == [[4.0, 4.0, 6.0], [6.0, 5.0, 9.0]]
+
+
+def test_recurrent_steps_may_find_their_weights_in_the_cache():
+    # 6.3 MB of weights in 72 MB of cache, read 512 times.
+    spec = find_device("rtx-4090")
+    gru = torch.nn.GRU(1024, 1024, batch_first=True, device="meta", dtype=torch.half)
+    x = torch.empty(32, 512, 1024, device="meta", dtype=torch.half)
+    found = works(runs.record(TorchProgram(gru, (x,))).calls)
+    (steps,) = [w for w in found if w.name == "cudnn_rnn steps"]
+    read_anew = steps.bytes / spec.bandwidth
+    assert steps.bytes > 3e9
+    assert least_times([steps], spec)[0] < 0.4 * read_anew
+    # A cache of 4 MB holds no 6 MB.
+    assert least_times([steps], find_device("t4"))[0] > 0.7 * steps.bytes / 320e9
