@@ -26,6 +26,7 @@ from typing import Any
 
 from .errors import FileError
 from .paths import PACKAGE
+from .types import JsonObject
 
 try:
     import fcntl
@@ -100,6 +101,19 @@ def append_lines(path: Path, lines: str) -> None:
         file.write(lines.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> Iterator[JsonObject]:
+    """Yield the JSON objects of a file's lines; none if there is no file.
+
+    A line truncated by a kill is skipped: :func:`append_lines` continues after it.
+    """
+    text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            own = parse_json(line)
+            if isinstance(own, dict):
+                yield own
 
 
 def cannot_write(path: Path, error: OSError) -> FileError:

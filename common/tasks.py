@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from math import inf
@@ -32,9 +32,6 @@ Item = TypeVar("Item")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
-#: Evaluates the candidates of a piece under shared settings; returns one row each. It must be a
-#: module-level function, so that it can be sent to another process.
-Judge = Callable[[Job, Sequence[Item]], list[Result]]
 
 
 @dataclass(frozen=True)
@@ -211,19 +208,20 @@ def run_on_hosts(
 
 
 def run_pieces(
-    judge: Judge[Job, Item, Result],
+    work: Callable[[Job, Item], Result],
     job: Job,
-    pieces: Sequence[list[Item]],
+    pieces: Sequence[Item],
     workers: int = 1,
     ray: str = "",
     limit_s: float = float("inf"),
-) -> Iterator[list[Result]]:
-    """Run pieces; yields results in order of completion, which is their order without workers.
+) -> Iterator[tuple[int, Result]]:
+    """Run pieces; yields indices and results in order of completion: by index without workers.
 
     Args:
-        judge: Evaluates a piece.
-        job: Settings shared by all candidates.
-        pieces: Pieces of candidates.
+        work: Called with the job and a piece; a function of a module, so that other processes can
+            import it.
+        job: Settings shared by all pieces.
+        pieces: The pieces of work.
         workers: Number of processes; 1 for this one.
         ray: Address of a Ray cluster instead, such as ``auto`` or ``ray://host:10001``; ``local``
             starts one.
@@ -233,19 +231,18 @@ def run_pieces(
         OpcastError: Workers die repeatedly; or Ray is not installed, or the cluster cannot be
             reached.
     """
-    if ray:
-        for _, rows in run_tasks(judge, job, pieces, ray, limit_s):
-            yield rows
+    if ray and pieces:
+        yield from run_tasks(work, job, pieces, ray, limit_s)
     elif workers > 1 and len(pieces) > 1:
-        yield from _in_processes(judge, job, pieces, min(workers, len(pieces)))
+        yield from _in_processes(work, job, pieces, min(workers, len(pieces)))
     else:
-        for piece in pieces:
-            yield judge(job, piece)
+        for place, piece in enumerate(pieces):
+            yield place, work(job, piece)
 
 
 def _in_processes(
-    judge: Judge[Job, Item, Result], job: Job, pieces: Sequence[list[Item]], workers: int
-) -> Iterator[list[Result]]:
+    work: Callable[[Job, Item], Result], job: Job, pieces: Sequence[Item], workers: int
+) -> Iterator[tuple[int, Result]]:
     """Run pieces on processes; if the caller stops iterating, no further pieces are started."""
     left = dict(enumerate(pieces))
     losses = 0
@@ -256,11 +253,12 @@ def _in_processes(
             workers, get_context("spawn"), die_with_parent, (os.getpid(),)
         ) as pool:
             # All at once: the pool assigns the next piece as soon as a worker is free.
-            running = {pool.submit(judge, job, piece): n for n, piece in left.items()}
+            running = {pool.submit(work, job, piece): n for n, piece in left.items()}
             try:
-                for number, rows in _finished(running):
-                    del left[number]
-                    yield rows
+                for future in as_completed(running):
+                    result = future.result()
+                    del left[running[future]]
+                    yield running[future], result
             except BrokenProcessPool:
                 losses += 1
                 logger.warning("a worker died; %d pieces are left and run again", len(left))
@@ -272,11 +270,3 @@ def _in_processes(
                     ) from None
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _finished(running: dict[Future[list[Result]], int]) -> Iterator[tuple[int, list[Result]]]:
-    waiting = set(running)
-    while waiting:
-        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        for future in done:
-            yield running[future], future.result()

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ...common.files import append_lines, write_bytes
+from ...common.files import append_lines, read_lines, write_bytes
 from ...common.types import JsonObject
 
 _JOURNAL = "journal.jsonl"
@@ -61,22 +61,13 @@ class Journal:
         self.platform = ""
         self.hosts: list[JsonObject] = []
         self.used_up_s = 0.0
-        for event in self._read():
-            self._take(event)
+        for event in read_lines(self._path):
+            if "event" in event:
+                self._take(event)
         self._close_slice()
         for key, times in self._begun.items():
             if times >= _ATTEMPTS and key not in self.done and key not in self.failed:
                 self.add("failed", key=key, reason=KILLED)
-
-    def _read(self) -> Iterable[JsonObject]:
-        text = self._path.read_bytes().decode(errors="replace") if self._path.exists() else ""
-        for line in text.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # a line truncated by a kill
-            if isinstance(event, dict) and "event" in event:
-                yield event
 
     def _close_slice(self) -> None:
         self._closed_s += max(0.0, self._last - self._slice_began)

@@ -370,7 +370,7 @@ class PlanSearch:
             for several in dict.fromkeys(several for several, _ in chunk):
                 job = self._job(several=several)
                 pieces = [[own] for kind, own in chunk if kind is several]
-                for rows in run_pieces(judge_plans, job, pieces, workers, ray, self._limit_s):
+                for _, rows in run_pieces(judge_plans, job, pieces, workers, ray, self._limit_s):
                     yield from rows
             if not chunk:
                 return

@@ -19,7 +19,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...common.files import parse_json, write_text
 from ...common.parquet import read_table, write_table
-from ...common.tasks import run_tasks
+from ...common.tasks import run_pieces
 from ...models.operators import OpModel
 from ...models.operators.report import only_or_mixed
 from .answers import TIMES
@@ -182,32 +182,17 @@ class Pieces:
         ]
         names = [self._name(work.__name__, piece) for piece in pieces]
         found = {i: own for i, name in enumerate(names) if (own := self._read(name)) is not None}
-        total, done = sum(len(rows) for _, rows in pieces), 0
-        for place in found:
-            done += len(pieces[place][1])
+        sizes = [len(rows) for _, rows in pieces]
+        total, done = sum(sizes), sum(sizes[place] for place in found)
         self.progress(done, total)
         left = [place for place in range(len(pieces)) if place not in found]
-        for place, own in self._made(work, model, pieces, left):
+        for at, own in run_pieces(work, model, [pieces[place] for place in left], ray=self.ray):
+            place = left[at]
             self._write(names[place], own)
             found[place] = own
-            done += len(pieces[place][1])
+            done += sizes[place]
             self.progress(done, total)
         yield from (found[place] for place in range(len(pieces)))
-
-    def _made(
-        self,
-        work: Callable[[OpModel, Piece], PublishedPredictions],
-        model: OpModel,
-        pieces: Sequence[Piece],
-        left: Sequence[int],
-    ) -> Iterator[tuple[int, PublishedPredictions]]:
-        """Predict the pieces at some positions; yield them as they are finished."""
-        if not self.ray:
-            for place in left:
-                yield place, work(model, pieces[place])
-        elif left:
-            for at, own in run_tasks(work, model, [pieces[place] for place in left], self.ray):
-                yield left[at], own
 
     def _name(self, work: str, piece: Piece) -> str:
         """Return the name of a piece's files; empty if none are kept."""

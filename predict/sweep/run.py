@@ -95,13 +95,12 @@ class Sweep:
         if not items:
             raise no_candidates(absent)
         self._claim({item.cluster for item in items})
-        known = self.results()
-        done = set(known["key"]) if len(known) else set()
+        done = set(self.results()["key"])
         left = [item for item in items if item.key not in done]
         count = len(items) - len(left)
         pieces = list(chunks(left, PIECE))
         try:
-            for rows in run_pieces(judge, self.job, pieces, self.workers, self.ray):
+            for _, rows in run_pieces(judge, self.job, pieces, self.workers, self.ray):
                 self._write(rows)
                 count += len(rows)
                 if progress is not None:

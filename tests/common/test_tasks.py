@@ -90,7 +90,7 @@ def test_tables_are_predicted_as_here_though_a_node_dies(tmp_path, ray_cluster, 
             if place == 0:
                 ray_cluster.remove_node(second)
 
-    monkeypatch.setattr(judged, "run_tasks", losing_a_node)
+    monkeypatch.setattr(tasks, "run_tasks", losing_a_node)
     there = tables.predict_published(tmp_path, model, pieces=Pieces(ray_cluster.address))
     pd.testing.assert_frame_equal(here.frame, there.frame, check_exact=True)
     pd.testing.assert_frame_equal(here.judged, there.judged, check_exact=True)
@@ -133,15 +133,15 @@ def ran(*command):
     return done.output
 
 
-def counting_tasks(monkeypatch, module):
-    """Count the tasks that a module sends to Ray."""
+def counting_tasks(monkeypatch):
+    """Count the tasks that are sent to Ray."""
     sent = []
 
     def counted(work, shared, items, *others):
         sent.extend(items)
         return run_tasks(work, shared, items, *others)
 
-    monkeypatch.setattr(module, "run_tasks", counted)
+    monkeypatch.setattr(tasks, "run_tasks", counted)
     return sent
 
 
@@ -155,7 +155,7 @@ def test_an_evaluation_goes_on_after_its_process_died(tmp_path, ray_cluster, mon
     killed_after(3, *on_ray)
     kept = tmp_path / "there-parts"
     assert not there.exists() and len(list(kept.glob("*.json"))) == 3
-    sent = counting_tasks(monkeypatch, judged)
+    sent = counting_tasks(monkeypatch)
     assert "goes on" in ran(*on_ray)
     # Eight pieces of two rows, three of which were there; to the bit, and nothing is left over.
     assert len(sent) == 5
@@ -175,7 +175,7 @@ def test_a_sweep_goes_on_after_its_process_died(tmp_path, ray_cluster, monkeypat
     ran(*command, here)
     killed_after(2, *command, there, "--ray", ray_cluster.address)
     assert len(list((there / "parts").iterdir())) == 2
-    sent = counting_tasks(monkeypatch, tasks)
+    sent = counting_tasks(monkeypatch)
     ran(*command, there, "--ray", ray_cluster.address)
     # Twenty-four plans in pieces of four.
     assert len(sent) == 4

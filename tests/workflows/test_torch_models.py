@@ -143,6 +143,8 @@ def test_a_stopped_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stopped.exit_code != 0 and not out.exists()
     kept = tmp_path / "o-parts.jsonl"
     assert [json.loads(line)["id"] for line in kept.read_text().splitlines()] == ["r0"]
+    with kept.open("a") as file:
+        file.write('{"identity": "cut off by a ki')
     evaluated(table, "--out", str(out))
     assert asked == ["small", "wide", "wide"]
     assert pd.read_csv(out)["latency_us"].gt(0.0).all() and not kept.exists()

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from ...common.errors import DatasetError, OpcastError
+from ...common.files import append_lines, read_lines
 from ...common.interval import LATENCY_KEYS
-from ...common.tasks import run_tasks
+from ...common.tasks import run_pieces
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.libraries import ModelCase, build
 from ...features.ir.torch.program import TorchProgram
@@ -178,42 +179,26 @@ class Asking:
             rows: The rows.
             show: Called with the progress.
         """
-        found = self._read()
+        found: dict[str, Answer] = {
+            own["id"]: own["answer"]
+            for own in read_lines(self.kept)
+            if own["identity"] == self.identity
+        }
         left = [row for row in rows if row.id not in found]
         show(len(rows) - len(left), len(rows))
         # Devices, frameworks and releases that run the same case share its recording.
         left.sort(key=lambda row: repr(row.recorded))
         groups = [list(own) for _, own in groupby(left, key=lambda row: row.recorded)]
-        with self.kept.open("a", encoding="utf-8") as file:
-            for place, answers in self._made(groups):
-                for row, answer in zip(groups[place], answers, strict=True):
-                    found[row.id] = answer
-                    line = {"identity": self.identity, "id": row.id, "answer": answer}
-                    if not isinstance(answer, str):
-                        file.write(json.dumps(line) + "\n")
-                file.flush()
-                show(sum(row.id in found for row in rows), len(rows))
+        for place, answers in run_pieces(self.work or answers_of, self.model, groups, ray=self.ray):
+            lines = ""
+            for row, answer in zip(groups[place], answers, strict=True):
+                found[row.id] = answer
+                line = {"identity": self.identity, "id": row.id, "answer": answer}
+                if not isinstance(answer, str):
+                    lines += json.dumps(line) + "\n"
+            append_lines(self.kept, lines)
+            show(sum(row.id in found for row in rows), len(rows))
         return [found[row.id] for row in rows]
-
-    def _made(self, groups: Sequence[list[ModelRow]]) -> Iterator[tuple[int, list[Answer]]]:
-        work = self.work or answers_of
-        if self.ray:
-            yield from run_tasks(work, self.model, groups, self.ray)
-            return
-        for place, group in enumerate(groups):
-            yield place, work(self.model, group)
-
-    def _read(self) -> dict[str, Answer]:
-        """Read the answers of an earlier run; its last line may be truncated."""
-        found: dict[str, Answer] = {}
-        for line in self.kept.read_text("utf-8").splitlines() if self.kept.is_file() else ():
-            try:
-                own = json.loads(line)
-            except ValueError:
-                continue
-            if own["identity"] == self.identity:
-                found[own["id"]] = own["answer"]
-        return found
 
 
 def answers_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
