@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,6 +85,21 @@ def write_table(
             frame.to_parquet(
                 partial, index=False, compression=compression, write_page_checksum=True
             )
+
+
+def kept_table(path: Path, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """Read a table that an earlier run finished; otherwise make it, and write it for later ones.
+
+    Raises:
+        DatasetError: The file is damaged.
+        FileError: The file cannot be written.
+    """
+    if not path.is_file():
+        write_table(make(), path)
+    try:
+        return read_table(path)
+    except DatasetError as error:
+        raise DatasetError(error.what, where=error.where, hint="delete it") from None
 
 
 def json_text(frame: pd.DataFrame) -> str:

@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ...common.errors import DatasetError
-from ...common.parquet import read_table, write_table
 from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.operators.features import ops_schema_hash
@@ -321,40 +319,13 @@ def _samples(pool: pd.DataFrame, count: int, seed: int) -> pd.DataFrame:
     return pd.concat(own, ignore_index=True) if own else pool.iloc[:0]
 
 
-@dataclass(frozen=True)
-class PartStore:
-    """Folder with the predictions of parts, one file per part.
-
-    Attributes:
-        folder: The folder, created with the first file.
-    """
-
-    folder: Path
-
-    def path(self, part: Part, drawn: Draw) -> Path:
-        """File of a part; named by its settings, its rows and the schema of its features."""
-        known = f"{VERSION}|{sorted(asdict(part).items())}|{ops_schema_hash(part.key)}"
-        # The digest includes labels: a corrected table recomputes its parts.
-        digest = hashlib.sha256(known.encode())
-        for table in (drawn.learned, drawn.pool, drawn.judged):
-            labels = table[["id", "latency_us", "device"]].astype({"id": str})
-            digest.update(pd.util.hash_pandas_object(labels, index=False).to_numpy().tobytes())
-        name = f"{part.study}-{part.key.replace('/', '-')}-{part.estimator}"
-        return self.folder / f"{name}-{digest.hexdigest()[:12]}.parquet"
-
-    def read(self, path: Path) -> pd.DataFrame | None:
-        """Read the predictions of a part; ``None`` if the file does not exist.
-
-        Raises:
-            DatasetError: The file is damaged.
-        """
-        if not path.is_file():
-            return None
-        try:
-            return read_table(path)
-        except DatasetError as error:
-            raise DatasetError(error.what, where=error.where, hint="delete it") from None
-
-    def keep(self, path: Path, table: pd.DataFrame) -> None:
-        """Write a part's predictions through a temporary file and a rename."""
-        write_table(table, path)
+def kept_path(folder: Path, part: Part, drawn: Draw) -> Path:
+    """File of a part's predictions, named by its settings, rows and the schema of its features."""
+    known = f"{VERSION}|{sorted(asdict(part).items())}|{ops_schema_hash(part.key)}"
+    # The digest includes labels: a corrected table recomputes its parts.
+    digest = hashlib.sha256(known.encode())
+    for table in (drawn.learned, drawn.pool, drawn.judged):
+        labels = table[["id", "latency_us", "device"]].astype({"id": str})
+        digest.update(pd.util.hash_pandas_object(labels, index=False).to_numpy().tobytes())
+    name = f"{part.study}-{part.key.replace('/', '-')}-{part.estimator}"
+    return folder / f"{name}-{digest.hexdigest()[:12]}.parquet"

@@ -18,8 +18,8 @@ import pytest
 from pyarrow import parquet
 
 from opcast.common.errors import DatasetError, FileError, ModelError
-from opcast.common.files import PARTIAL, locked, write_bytes
-from opcast.common.parquet import write_table
+from opcast.common.files import PARTIAL, append_lines, locked, read_lines, write_bytes
+from opcast.common.parquet import kept_table, write_table
 from opcast.features.dataset import Dataset, write_text
 from opcast.features.devices.catalogue import find_device
 from opcast.features.lowering.cache import LoweringCache
@@ -369,6 +369,26 @@ def test_a_damaged_shard_of_a_dataset_is_named_with_its_checksum(tmp_path):
     shard.write_bytes(data)
     with pytest.raises(DatasetError, match=r"samples\.parquet: .*CRC"):
         Dataset.load(folder)
+
+
+def test_a_finished_table_is_made_once_and_says_what_to_do_if_damaged(tmp_path):
+    frame, path = (
+        pd.DataFrame({"id": ["a"], "measured_us": [1.5]}),
+        tmp_path / "parts" / "x.parquet",
+    )
+    pd.testing.assert_frame_equal(kept_table(path, lambda: frame), frame)
+    pd.testing.assert_frame_equal(kept_table(path, lambda: pytest.fail("made again")), frame)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(DatasetError, match="delete it"):
+        kept_table(path, lambda: frame)
+
+
+def test_lines_go_on_after_one_that_a_kill_cut_off(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    assert list(read_lines(path)) == []
+    path.write_text('{"a": 1}\n[2]\n{"a": 3')
+    append_lines(path, '{"a": 4}\n')
+    assert list(read_lines(path)) == [{"a": 1}, {"a": 4}]
 
 
 def test_models_of_other_versions_say_which(tmp_path):

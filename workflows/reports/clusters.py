@@ -83,7 +83,7 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
     Fits take minutes, so the errors are stored in the folder until the measurements change.
     """
     from ...common.errors import DatasetError
-    from ...common.parquet import write_table
+    from ...common.parquet import kept_table
     from ...models.collectives.measurements import read_collectives
     from ...models.collectives.study import study
 
@@ -92,11 +92,10 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
         raise DatasetError("no collectives*.csv here", where=str(published))
     rows, find = read_collectives(files)
     digest = hashlib.sha256(rows.to_csv(index=False).encode()).hexdigest()[:16]
-    kept = folder / f"collectives-{digest}.parquet"
-    if not kept.is_file():
-        errors = study(rows, find, lambda text: console.print(f"collectives: {text}"))
-        write_table(errors, kept)
-    return pd.read_parquet(kept)
+    return kept_table(
+        folder / f"collectives-{digest}.parquet",
+        lambda: study(rows, find, lambda text: console.print(f"collectives: {text}")),
+    )
 
 
 def simulation_cost() -> pd.DataFrame:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -196,25 +197,24 @@ def _judge(
     threads: int,
 ) -> pd.DataFrame:
     """Predict all parts, reading finished ones from files of earlier runs."""
+    from ...common.parquet import kept_table
     from ...common.progress import tracked
-    from ...models.operators.report import PartStore, draw, judge, possible
+    from ...models.operators.report import draw, judge, kept_path, possible
 
-    store, tables, kept = PartStore(folder), [], 0
+    tables, kept = [], 0
     families = {str(key): own for key, own in rows.groupby("key")}
     for number, part in enumerate(tracked(parts, len(parts), "fitting"), 1):
         drawn = draw(part, families.get(part.key, rows.iloc[:0]))
         if not possible(drawn):
             console.print(f"{part.title}: skipped, too few rows", highlight=False)
             continue
-        path = store.path(part, drawn)
-        table = store.read(path)
-        if table is None:
-            table = judge(part, drawn, devices, threads)
-            store.keep(path, table)
+        path = kept_path(folder, part, drawn)
+        finished = path.is_file()
+        table = kept_table(path, partial(judge, part, drawn, devices, threads))
+        if not finished:
             spent = f"{table['fit_s'].iloc[0]:.0f} s"
             console.print(f"{number} of {len(parts)}  {part.title}: {spent}", highlight=False)
-        else:
-            kept += 1
+        kept += finished
         tables.append(table)
     if kept:
         console.print(f"{kept} parts were already finished", highlight=False)

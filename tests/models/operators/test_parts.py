@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opcast.common.errors import DatasetError
 from opcast.features.operators import op_features
-from opcast.models.operators.report import Part, PartStore, draw, judge, possible, side_by_side
+from opcast.models.operators.report import Part, draw, judge, kept_path, possible, side_by_side
 from opcast.models.operators.studies import (
     STUDIES,
     noise_table,
@@ -125,28 +124,20 @@ def test_parts_of_a_study_without_left_out_chips(rows, devices):
 
 
 def test_a_kept_part_is_found_until_something_changes(rows, tmp_path):
-    store, found = PartStore(tmp_path / "parts"), draw(PART, rows)
-    path = store.path(PART, found)
-    assert store.read(path) is None
-    table = pd.DataFrame({"id": ["a"], "measured_us": [1.5]})
-    store.keep(path, table)
-    pd.testing.assert_frame_equal(store.read(path), table)
-    assert store.path(PART, draw(PART, rows)) == path
+    found = draw(PART, rows)
+    path = kept_path(tmp_path, PART, found)
+    assert kept_path(tmp_path, PART, draw(PART, rows)) == path
     relabelled = rows.assign(latency_us=rows["latency_us"] * 1.01)
     others = {
-        store.path(PART, draw(PART, relabelled)),
-        *(store.path(p, draw(p, rows)) for p in (replace(PART, rows=99), replace(PART, seed=1))),
-        store.path(replace(PART, samples=(0, 10)), found),
-        store.path(replace(PART, estimator="forest"), found),
+        kept_path(tmp_path, PART, draw(PART, relabelled)),
+        *(
+            kept_path(tmp_path, p, draw(p, rows))
+            for p in (replace(PART, rows=99), replace(PART, seed=1))
+        ),
+        kept_path(tmp_path, replace(PART, samples=(0, 10)), found),
+        kept_path(tmp_path, replace(PART, estimator="forest"), found),
     }
     assert path not in others and len(others) == 5
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-def test_a_damaged_part_says_what_to_do(tmp_path):
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DatasetError, match="delete it"):
-        PartStore(tmp_path).read(tmp_path / "x.parquet")
 
 
 def test_noise_of_replicates():
