@@ -98,7 +98,7 @@ def simulate_serving(
         load = _moderate(predictor, deployment, load)
     if next_count:
         refuse(context, "--next", {"timeline", "html", "slo"})
-        from ..predict.cluster.next_serving import next_serving
+        from ..predict.cluster.next_run import next_serving
         from ..predict.render.parts import print_next_runs
         from ..simulate.serving.checkpoints import find_checkpoint
 

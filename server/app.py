@@ -27,8 +27,8 @@ from ..predict.locate import find_model, is_untrained
 from . import answers, cluster_schemas, documents, schemas
 from .bodies import PROGRAM, WHAT_IF, P, body, malformed, program_task
 from .cluster_schemas import ModelBody
+from .documents import explorer_page
 from .errors import RequestError, error_response, json_response, page_response
-from .explorer import explorer_page
 from .fork_server import Reply
 from .guard import Direct, Guard
 from .metrics import CONTENT_TYPE, write_json_lines

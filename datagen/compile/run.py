@@ -40,8 +40,7 @@ from ...features.lowering.target_compiler.process import (
 )
 from ...features.lowering.target_compiler.target import CompileTarget, target_of
 from ..dataset_folder import Row, RunWriter, kernel_row, replace_shards
-from .merge import MergedModule, merge_programs
-from .plan import CompileItem, CompilePlan
+from .plan import CompileItem, CompilePlan, MergedModule, merge_programs
 
 logger = logging.getLogger(__name__)
 

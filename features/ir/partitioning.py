@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...common.errors import ProgramError, SeveralDevicesError
-from ..kernels.kinds import is_collective
+from ..kernels.kernel import is_collective
 from .reader import SourceProgram
 
 if TYPE_CHECKING:

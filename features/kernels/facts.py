@@ -12,7 +12,7 @@ from ..ir.hlo_printer import print_hlo
 from ..ir.hlo_reader import parse_hlo
 from ..ir.program import Op, Program
 from .canonical import canonical_body, control_body
-from .kinds import is_collective, kernel_kind
+from .kernel import is_collective, kernel_kind
 
 #: Entries per cache: bounds the memory of long runs over many programs.
 _MEMORY = 20_000

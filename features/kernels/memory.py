@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..cost.bytes import array_traffic
 from ..ir.op_table import UPDATES, named, ops_with
 from ..ir.program import Computation, Op, Program
-from .kinds import is_free
+from .kernel import is_free
 
 #: Ops whose result cannot take over the buffer of an operand.
 _NOT_IN_PLACE = ops_with(lambda spec: not spec.in_place)

@@ -153,7 +153,7 @@ def _lower(
         _check_size(program.program)
     if choice.lowering == "op":
         # Local imports: `fused` and `op` must work without jaxlib's compiler, and load quickly.
-        from .fused.unfused import as_run
+        from .fused.lower import as_run
         from .op import lower_op
 
         if device is None:

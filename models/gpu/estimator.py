@@ -23,7 +23,6 @@ from ..program.schedule_cost import Overhead
 from ..trust.calibrator import UNCALIBRATED, with_error
 from ..trust.designs import Likeness, ends_of, is_near
 from .attention import attention_answer
-from .correction import Correction
 from .library_calls import library_answer
 from .memory_passes import (
     LOWER,
@@ -35,7 +34,7 @@ from .memory_passes import (
     pass_seconds,
     shipped_constants,
 )
-from .operator_library import SHIPPED, Estimates, Operators, canonical
+from .operator_library import SHIPPED, Correction, Estimates, Operators, canonical
 from .products import Products
 from .routes import (
     ATTENTION,

@@ -37,8 +37,8 @@ from ..core.store import (
 from .family import FamilyModel
 from .family_tables import FOLD_ROWS, FamilySettings
 from .mixture import Member
-from .prediction import FamilyPrediction, joined
-from .versions import SEPARATOR, joined_versions, versions_of, widen_unknown
+from .prediction import SEPARATOR, FamilyPrediction, joined, widen_unknown
+from .rows import joined_versions, versions_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,8 +29,12 @@ from ..trust.calibrator import (
     including_zero,
     size_bins,
     widest,
+    with_error,
 )
 from .family_tables import constants
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Groups of families that run entirely on the matrix unit. Excludes convolutions: Winograd and
 #: Fourier transforms save multiplications (1 % of the ``tuned/conv`` rows of an MI60 are below).
@@ -339,3 +344,43 @@ def moved_out(ends: Ends) -> Ends:
     wider, least = constants()["wider"], constants()["least_end"]
     lo, hi = wider * ends[0], wider * ends[1]
     return min(lo, -least * hi), max(hi, -least * lo)
+
+
+#: Separator in the key of versions that are known for one family on one device only: library,
+#: device, family.
+SEPARATOR = "@"
+
+
+def widen_unknown(
+    prediction: FamilyPrediction, rows: pd.DataFrame | OpRows, known: Mapping[str, Collection[str]]
+) -> None:
+    """Widen, in place, the intervals of rows with an unknown library version.
+
+    Model errors and changes between versions count as independent. Libraries without a known
+    version, and rows without a version, keep their intervals.
+
+    Args:
+        prediction: Predictions of ``n`` rows.
+        rows: The rows, with ``key``, ``device``, and ``backend`` and ``version`` if known.
+        known: Versions by library, or by library, device and family joined by :data:`SEPARATOR`.
+    """
+    rows = OpRows.of(rows)
+    if not known or "version" not in rows or "backend" not in rows:
+        return
+    other = rows.where("version", bool) & rows.where("backend", known.__contains__)
+    for name, versions in known.items() if other.any() else ():
+        own = other.copy()
+        texts = name.split(SEPARATOR, 2)
+        for column, text in zip(("backend", "device", "key"), texts, strict=False):
+            own &= rows.where(column, text.__eq__)
+        other &= ~(own & rows.where("version", versions.__contains__))
+    if not other.any():
+        return
+    release = np.full(len(other), constants()["release"])
+    for family, own_release in constants()["releases"].items():
+        release[rows.where("key", family.__eq__)] = own_release
+    release = release[other]
+    latency = prediction.latency[other]
+    now = np.log(prediction.lo[other] / latency), np.log(prediction.hi[other] / latency)
+    below, above = with_error(now, (release, release))
+    prediction.lo[other], prediction.hi[other] = latency * np.exp(below), latency * np.exp(above)

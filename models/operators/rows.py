@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -85,6 +85,30 @@ def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) ->
         hint = "families: " + ", ".join(FAMILIES)
         raise DatasetError(f"no operator family {unknown[0]!r}", where=where, hint=hint)
     return with_defaults(rows, rows["key"])
+
+
+def versions_of(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """Versions by library; empty if rows do not name them.
+
+    Args:
+        rows: Rows of operators, with ``backend`` and ``version`` if known.
+    """
+    import pandas as pd
+
+    if "version" not in rows or "backend" not in rows:
+        return {}
+    named = pd.DataFrame({"library": texts_of(rows["backend"]), "it": texts_of(rows["version"])})
+    named = named[(named["library"] != "") & (named["it"] != "")].drop_duplicates().astype(str)
+    return {str(k): sorted(part["it"]) for k, part in named.groupby("library")}
+
+
+def joined_versions(
+    first: Mapping[str, Collection[str]], second: Mapping[str, Collection[str]]
+) -> dict[str, list[str]]:
+    """Union of two sets of versions by library."""
+    return {
+        name: sorted({*first.get(name, ()), *second.get(name, ())}) for name in {**first, **second}
+    }
 
 
 def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:

@@ -12,9 +12,8 @@ from ...simulate.clusters.catalogue import find_cluster, joined
 from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.checkpoints import find_checkpoint, served_by_name
-from ...simulate.serving.formats import Formats
 from ...simulate.serving.policies import framework_defaults, frameworks, known_framework, runs_on
-from ...simulate.serving.served import NARROW, EnginePlan, ServedModel
+from ...simulate.serving.served import NARROW, EnginePlan, Formats, ServedModel
 from ...simulate.serving.token_exchange import EXPERT_SKEW
 from ...simulate.step.settings import pairs_of
 from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase

@@ -43,8 +43,7 @@ from .serving_engine import (
 )
 from .serving_load import context_note, draw, load_of, tail_note
 from .serving_prediction import ServingPrediction
-from .serving_run import Simulated, run_load
-from .serving_waits import binding_limit, drifted, waits, why_waiting
+from .serving_run import Simulated, binding_limit, drifted, run_load, waits, why_waiting
 
 #: Utilization (offered rate over maximum throughput) up to which an engine is considered stable:
 #: its queues do not grow with the length of the run. Engineering choice.

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
-from ...simulate.serving.formats import Formats, format_in, in_formats
 from ...simulate.serving.policies import Launcher, framework_defaults, frameworks, runs_on
+from ...simulate.serving.served import Formats, format_in, in_formats
 from .deployment import Deployment, Workers
 from .serving_engine import engine_cache, engine_memory
 

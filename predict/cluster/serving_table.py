@@ -20,15 +20,21 @@ from ...common.errors import DatasetError, PlanError
 from ...common.types import JsonObject
 from ...features.devices.catalogue import find_typed
 from ...simulate.serving.checkpoints import plain_name, recurrence_of, served_models
-from ...simulate.serving.formats import Formats, in_formats
 from ...simulate.serving.policies import framework_defaults, framework_of, frameworks
-from ...simulate.serving.served import EnginePlan, ServedModel
+from ...simulate.serving.served import EnginePlan, Formats, ServedModel, in_formats
 from ...simulate.step.named_workloads import make_workload
 from ...simulate.step.presets import find_preset
 from ...simulate.step.workload import Workload
-from .case_table import Cells, case_data, meaning, noted_share, noted_sizes, read_rows
+from .case_table import (
+    Cells,
+    case_data,
+    meaning,
+    noted_share,
+    noted_sizes,
+    published_engines,
+    read_rows,
+)
 from .deployment import Deployment, Workers, draft_model
-from .published_engines import published_engines
 from .serving_case import EngineOptions, LoadSpec
 from .serving_load import WAVES, draw
 

@@ -13,7 +13,7 @@ from ...common.interval import InSeconds, Interval, latency_of
 from ...common.units import duration
 from ...features.cost.library_calls import unknown_calls, useless_costs
 from ...features.devices.identity import former_speeds, speed_of
-from ...features.kernels.kinds import is_attention
+from ...features.kernels.kernel import is_attention
 from ...models.power.energy import energy_fields
 from ..groups import Group, grouped
 

@@ -17,8 +17,7 @@ from ..step.named_workloads import make_workload, read_by_model, read_workload
 from ..step.presets import Recurrence, family_settings, find_preset
 from ..step.settings import once
 from ..step.workload import ALIASES
-from .formats import Formats, format_in, in_formats
-from .served import ServedModel
+from .served import Formats, ServedModel, format_in, in_formats
 
 
 class Checkpoint(NamedTuple):

@@ -23,8 +23,8 @@ from opcast.models.core.kernel_table import KernelGraphs, KernelTable
 from opcast.models.core.registry import make_estimator
 from opcast.models.cost_model import CostModel
 from opcast.models.estimators.tabular import TabularEstimator
-from opcast.models.gpu.correction import Correction
 from opcast.models.gpu.estimator import GpuEstimator
+from opcast.models.gpu.operator_library import Correction
 
 _TREES = {"rounds": 8, "max_depth": 3}
 _NETWORK = {"hidden": 16, "layers": 1, "batch": 64, "epochs": 3}

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 from ...cost.flops import SCAN, TPU_SCAN, scan_dimension
 from ...ir.program import PARTS, Computation, Op, Program, TensorType, WindowDim
+from .expanders import INDEX, cropped, philox, scattered
 from .folding import padded, reshape, splat_node, spread
 from .graph import Graph, Node, element, rewrite
-from .pooling import INDEX, cropped, scattered
-from .random_bits import philox
 from .reductions import adder
 
 #: Largest number and smallest length of rows of TopkSpecializer's kernel, and the types that it

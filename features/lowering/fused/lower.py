@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from math import ceil, prod, sqrt
 
 from ....common.errors import LoweringError
+from ...cost.flops import op_cost
 from ...devices.device import DeviceSpec
-from ...ir.op_table import ELEMENTWISE
+from ...ir.op_table import ELEMENTWISE, UPDATES
 from ...ir.precision import as_computed
-from ...ir.program import Program, TensorType
+from ...ir.program import Computation, Op, Program, TensorType
 from ...ir.reader import SourceProgram
 from ...kernels.extract import extract_kernels
 from ...kernels.kernel import LoweredProgram
@@ -23,7 +25,6 @@ from .expansions import expand_ops
 from .folding import converted
 from .generated import WIDENED, fuse_generated
 from .graph import Graph, Node, build_graph, rewrite
-from .host import as_on_host
 from .layouts import assign_layouts
 from .loops import (
     copy_loop_state,
@@ -270,3 +271,96 @@ def _reducer(name: str, program: Program) -> str:
         ]  # fmt: skip
         program.computations[wide] = replace(own, name=wide, ops=ops)
     return wide
+
+
+#: What the library's reductions combine by, and their types; beside them it has element-wise ops.
+_REDUCERS, _TYPES = frozenset(("add", "maximum", "minimum")), frozenset(("f32", "f16", "bf16"))
+_BESIDE = frozenset(("parameter", "constant", "broadcast", "reduce", "bitcast"))
+#: Element-wise ops that it lacks.
+_LACKED = frozenset(("select", "compare", "is-finite", "clamp"))
+#: Bytes, or units of work, that a part of a loop has at least, and what a transcendental and a byte
+#: count (ParallelCostModel in XLA's cpu/parallel_task_assignment.cc; ten loops are split for two
+#: cores from the sizes on that they give, by JAX 0.10.2).
+_PART_BYTES, _PART_WORK = 256 << 10, 100_000
+_TRANSCENDENTAL_WORK, _BYTE_WORK = 2, 10
+
+
+def as_on_host(program: Program, cores: int) -> None:
+    """Give fusions the kind and the parts that XLA:CPU would.
+
+    Args:
+        program: What GPUs' rules have fused; changed in place.
+        cores: Of the CPU.
+    """
+    for computation in [*program.computations.values()]:
+        for op in computation.ops:
+            if op.opcode != "fusion":
+                continue
+            if _by_library(program.computations[op.called[0]], program):
+                config = {"fusion_config": {"kind": "__ynn_fusion"}}
+                op.attrs |= {"kind": "kCustom", "backend_config": config}
+                continue
+            op.attrs["kind"] = "kLoop"
+            parts = _parts(op, computation, program, cores)
+            if parts > 1:
+                op.attrs["backend_config"] = {"outer_dimension_partitions": [str(parts)]}
+
+
+def _by_library(inner: Computation, program: Program) -> bool:
+    reductions = [op for op in inner.ops if op.opcode == "reduce"]
+    if not reductions or any(op.is_tuple for op in reductions):
+        return False
+    reducers = {program.computations[op.called[0]].root_op.opcode for op in reductions}
+    others = {op.opcode for op in inner.ops} - _BESIDE
+    typed = all(op.type.dtype in _TYPES for op in reductions)
+    return typed and reducers <= _REDUCERS and others <= ELEMENTWISE - _LACKED
+
+
+def _parts(op: Op, computation: Computation, program: Program, cores: int) -> int:
+    """Parts of a loop: by its bytes where it moves more than it computes, else by all its work."""
+    cost = op_cost(op, computation, program)
+    if cost.flops <= cost.bytes:
+        most, parts = ceil(sqrt(cores)), int(cost.bytes) // _PART_BYTES
+    else:
+        work = cost.flops + _TRANSCENDENTAL_WORK * cost.transcendentals + _BYTE_WORK * cost.bytes
+        most, parts = cores, int(work) // _PART_WORK
+    return max(min(most, parts, prod(op.type.shape)), 1)
+
+
+#: Ops without a kernel whose expansion is other work than their own: products for every group
+#: instead of one, sorted rows instead of rows that are read once.
+EXPANDED = frozenset(("ragged-dot", "topk"))
+
+
+def as_run(source: SourceProgram, platform: str) -> tuple[SourceProgram, list[str]]:
+    """The program with such ops spelled out, and with copies of what it and its loops overwrite.
+
+    Args:
+        source: StableHLO or HLO.
+        platform: ``cpu``, ``gpu`` or ``tpu``.
+
+    Returns:
+        The source itself if nothing is added, and notes.
+    """
+    program = source.program
+    opcodes = [op.opcode for own in program.computations.values() for op in own.ops]
+    if program.is_scheduled or not (EXPANDED | UPDATES | {"while"}).intersection(opcodes):
+        return source, []
+    graph, emitter = build_graph(program), Emitter(program)
+    expand_ops(graph, program, platform, EXPANDED)
+    writer = _unfused(graph, emitter)
+    copy_overwritten(writer.clusters, {parameter for _, parameter in program.aliases})
+    emitter.add(writer.write("main"))
+    made = {op.opcode for own in emitter.program.computations.values() for op in own.ops}
+    # Graphs have no copies but those that were added.
+    if "copy" not in made and EXPANDED & made == EXPANDED.intersection(opcodes):
+        return source, []
+    notes = [] if "ragged-dot" in made else ragged_notes(opcodes, ())
+    return source.with_program(emitter.program), notes
+
+
+def _unfused(graph: Graph, emitter: Emitter) -> ComputationWriter:
+    """Writer of a graph each of whose ops is a kernel, its loops and branches written."""
+    copy_loop_state(graph)
+    bodies = bodies_of(graph, emitter, _unfused)
+    return ComputationWriter(emitter, Clusters(graph), bodies, wrapped=False)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from opcast.datagen.compile.merge import merge_programs
+from opcast.datagen.compile.plan import merge_programs
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.jax_compat import compile_module, execute
 from opcast.features.ir.mlir.bindings import parse_module, walk_ops

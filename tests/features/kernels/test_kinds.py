@@ -6,7 +6,7 @@ import pytest
 
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import Op
-from opcast.features.kernels.kinds import (
+from opcast.features.kernels.kernel import (
     is_attention,
     is_collective,
     is_free,

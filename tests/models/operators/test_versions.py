@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 
 from opcast.models.operators.family_tables import constants
-from opcast.models.operators.prediction import FamilyPrediction
-from opcast.models.operators.versions import joined_versions, versions_of, widen_unknown
+from opcast.models.operators.prediction import FamilyPrediction, widen_unknown
+from opcast.models.operators.rows import joined_versions, versions_of
 
 
 def answer(n):

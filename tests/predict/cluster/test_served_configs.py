@@ -10,8 +10,7 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.simulate.serving.checkpoints import served_by_name
-from opcast.simulate.serving.formats import Formats
-from opcast.simulate.serving.served import EnginePlan, ServedModel
+from opcast.simulate.serving.served import EnginePlan, Formats, ServedModel
 from opcast.simulate.step.named_workloads import read_workload
 
 ONE = EnginePlan()

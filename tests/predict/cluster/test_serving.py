@@ -28,10 +28,9 @@ from opcast.predict.cluster.serving_prediction import ServingPrediction
 from opcast.predict.export.timeline import serving_trace
 from opcast.predict.page.cluster import serving_data, serving_page
 from opcast.simulate.serving.checkpoints import served_by_name
-from opcast.simulate.serving.formats import Formats, in_formats
 from opcast.simulate.serving.latencies import Slo, served
 from opcast.simulate.serving.load import CLASSES, Load
-from opcast.simulate.serving.served import EnginePlan, ServedModel
+from opcast.simulate.serving.served import EnginePlan, Formats, ServedModel, in_formats
 from opcast.simulate.step.memory import RESERVED_BYTES
 from opcast.simulate.step.named_workloads import make_workload
 

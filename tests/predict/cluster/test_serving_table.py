@@ -24,11 +24,10 @@ from opcast.predict.cluster.serving_table import (
     serving_rows,
 )
 from opcast.simulate.serving.checkpoints import served_by_name
-from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.forward import decode_ops
 from opcast.simulate.serving.load import Load
 from opcast.simulate.serving.policies import Policy
-from opcast.simulate.serving.served import EnginePlan
+from opcast.simulate.serving.served import EnginePlan, Formats
 from opcast.simulate.step.named_workloads import read_workload
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared/data"))

@@ -12,7 +12,7 @@ from opcast.predict.cluster.deployment import Deployment
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_case import EngineOptions, LoadSpec
 from opcast.predict.cluster.serving_load import draw
-from opcast.predict.cluster.serving_waits import drifted
+from opcast.predict.cluster.serving_run import drifted
 from opcast.simulate.serving.served import ServedModel
 from opcast.simulate.step.named_workloads import make_workload
 

@@ -14,7 +14,6 @@ from opcast.common.errors import DatasetError, ModelError, ProgramError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.reader import read_program
 from opcast.predict.devices import resolve_device
-from opcast.predict.export.op_text import op_program
 from opcast.predict.locate import model_hash
 from opcast.predict.program.predictor import load
 
@@ -120,9 +119,9 @@ def test_the_command_adds_the_estimator_and_the_digest(hespas, hardware, tmp_pat
         CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
 
 
-def test_a_reduction_of_two_operands_gets_the_types_of_each():
+def test_a_reduction_of_two_operands_gets_the_types_of_each(hespas):
     # As MLIR prints the argument of a maximum: operands and initial values alternate.
-    text = op_program(
+    text = hespas.op_program(
         """%6:2 = stablehlo.reduce(%3 init: %cst), (%4 init: %c) across dimensions = [1]
         : (tensor<4x8xf32>, tensor<4x8xi32>, tensor<f32>, tensor<i32>)
           -> (tensor<4xf32>, tensor<4xi32>)
@@ -141,8 +140,8 @@ def test_a_reduction_of_two_operands_gets_the_types_of_each():
     ]  # fmt: skip
 
 
-def test_operations_with_regions_and_several_results_become_programs():
-    text = op_program(
+def test_operations_with_regions_and_several_results_become_programs(hespas):
+    text = hespas.op_program(
         "%2:2 = stablehlo.custom %0#1, %1 : (tensor<4xf32>, tensor<i32>) -> "
         "(tensor<4xf32>, tensor<2xi8>)",
         [((4,), "f32"), ((), "i32")], [((4,), "f32"), ((2,), "i8")],
@@ -151,4 +150,4 @@ def test_operations_with_regions_and_several_results_become_programs():
     assert "%out:2 = stablehlo.custom %in0, %in1 :" in text
     assert "return %out#0, %out#1 : tensor<4xf32>, tensor<2xi8>" in text
     with pytest.raises(ProgramError, match="has 1 operands"):
-        op_program("%1 = stablehlo.negate %0 : tensor<4xf32>", [((4,), "f32")] * 2, [])
+        hespas.op_program("%1 = stablehlo.negate %0 : tensor<4xf32>", [((4,), "f32")] * 2, [])

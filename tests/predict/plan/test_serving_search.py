@@ -25,9 +25,8 @@ from opcast.predict.plan.serving_search import (
     search,
 )
 from opcast.simulate.serving.checkpoints import UNKNOWN, Checkpoint, find_checkpoint, served_by_name
-from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.latencies import Slo
-from opcast.simulate.serving.served import EnginePlan, ServedModel
+from opcast.simulate.serving.served import EnginePlan, Formats, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
 from opcast.simulate.step.named_workloads import make_workload
 

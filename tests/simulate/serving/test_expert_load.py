@@ -8,9 +8,8 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.features.operators.routing import busy_rank
 from opcast.simulate.serving.checkpoints import served_by_name
-from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.forward import token_ops
-from opcast.simulate.serving.served import EnginePlan
+from opcast.simulate.serving.served import EnginePlan, Formats
 from opcast.simulate.serving.token_exchange import (
     EXPERT_SKEW,
     Links,
