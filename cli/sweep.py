@@ -119,7 +119,7 @@ def tune_kernel(
     The table has a row for each candidate; docs/tpu.md describes its columns.
     """
     from ..common.parquet import read_table, write_table
-    from ..models.tiles.model import TileModel
+    from ..models.tiles import TileModel
     from ..predict.published.tile_table import rank_configurations, short_configs, ties_note
     from ..predict.render.operator import candidates_table
 

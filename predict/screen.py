@@ -22,7 +22,7 @@ from ..common.errors import OpcastError, ProgramError, meant
 from ..common.files import parse_json
 from ..common.interval import latency_fields
 from ..common.types import JsonMapping, JsonObject
-from ..models.tiles.rows import FLAGS, SIZES
+from ..models.tile_rows import FLAGS, SIZES
 from ..models.trust.calibrator import NORMAL_90
 
 if TYPE_CHECKING:
@@ -304,8 +304,8 @@ def _operators(asked: Sequence[JsonObject]) -> list[Screened]:
 
 
 def _tiles(asked: Sequence[JsonObject]) -> list[Screened]:
-    from ..models.tiles.model import TileModel
-    from ..models.tiles.rows import tile_rows
+    from ..models.tile_rows import tile_rows
+    from ..models.tiles import TileModel
     from .published.tile_table import check_settings
 
     texts = [

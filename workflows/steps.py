@@ -15,7 +15,7 @@ from ..common.progress import counting, wrote
 from ..common.tables_text import in_percent, print_frame
 from ..common.units import size
 from ..features.devices.catalogue import find_device
-from ..models.effects.effects import CLUSTER
+from ..models.effects import CLUSTER
 from ..models.steps.effects import OWN, Slopes, slopes_at
 from ..models.steps.memory import interval_of
 from ..models.steps.model import StepModel

@@ -13,8 +13,7 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.tables_text import in_percent, percent, print_frame
 from ..models.adapt.active import in_order
-from ..models.effects.effects import WHOLE
-from ..models.effects.linear import group_weights
+from ..models.effects import WHOLE, group_weights
 from ..models.steps.effects import LEARNED, EffectTable, Slopes, StepContext, fit_effects, slopes_at
 from ..models.steps.memory import fit_laws
 from ..models.steps.model import (

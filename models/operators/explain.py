@@ -21,14 +21,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import OpRows
 from ...features.operators.schema import VARIED
-from ..explain.contributions import (
-    CALIBRATION,
-    LIMIT,
-    OPERATOR_GROUPS,
-    Contribution,
-    ranked,
-    shapley,
-)
+from ..contributions import CALIBRATION, LIMIT, OPERATOR_GROUPS, Contribution, ranked, shapley
 from .family import FamilyModel
 from .mixture import Member
 from .rows import unnamed

@@ -14,8 +14,7 @@ from ...common.types import JsonMapping, typed
 from ...common.versions import version_numbers
 from ...features.devices.device import DeviceSpec
 from ..core.store import JsonModel
-from ..effects.effects import WHOLE, Effects, Level, Levels
-from ..effects.linear import Linear, group_weights
+from ..effects import WHOLE, Effects, Level, Levels, Linear, group_weights
 from ..trust.calibrator import Ends
 
 #: Relinearizations of a fit.
@@ -47,7 +46,7 @@ _RECENT = {"gpu": (2, 0), "cpu": (2, 4)}
 #: Classes of cost, and prior deviations of their effects.
 
 #: Classes of cost, and deviations of the effects on them.
-_EFFECTS = own_data("models/effects/torch.yaml")
+_EFFECTS = own_data("models/program/pytorch.yaml")
 
 
 def _levels() -> Levels:

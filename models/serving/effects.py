@@ -1,4 +1,4 @@
-"""Learned effects on serving latencies (levels in ``models/effects/serving.yaml``) and their fit.
+"""Learned effects on serving latencies (levels in ``models/serving/effects.yaml``) and their fit.
 
 Effects minimize absolute errors with shrinkage, relinearized around the simulator.
 """
@@ -13,8 +13,7 @@ import numpy as np
 
 from ...common.files import own_data
 from ...simulate.serving.load import CLASSES, REQUEST
-from ..effects.effects import WHOLE, Effects, Levels, Value
-from ..effects.linear import Linear, group_weights
+from ..effects import WHOLE, Effects, Levels, Linear, Value, group_weights
 
 #: Factor on the time to the first token; :data:`WHOLE` is the factor on every latency of a row.
 FIRST = "first"
@@ -70,7 +69,7 @@ class ServingEffects(Effects):
 PRIOR = ServingEffects.levels.prior
 #: The same for kinds of hosts (``host`` of a row) with values that differ.
 _PRIORS = {
-    name: {**PRIOR, **own} for name, own in own_data("models/effects/serving.yaml")["hosts"].items()
+    name: {**PRIOR, **own} for name, own in own_data("models/serving/effects.yaml")["hosts"].items()
 }
 #: Most rounds of relinearization around a new simulation, and the smallest relative decrease of the
 #: error after which another round follows.

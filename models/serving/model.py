@@ -10,7 +10,7 @@ import numpy as np
 
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
-from ..effects.effects import source_note
+from ..effects import source_note
 from ..trust.calibrator import COVERAGE, Calibrator, Ends
 from .effects import APART, Context, ServingEffects
 from .ends import (

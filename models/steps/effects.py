@@ -1,4 +1,4 @@
-"""Learned effects on training steps (levels in ``models/effects/steps.yaml``) and their fit.
+"""Learned effects on training steps (levels in ``models/steps/effects.yaml``) and their fit.
 
 The simulator supplies the slopes of the measured steps, the effects are solved for, and both are
 repeated around the solution. Levels are shared properties of steps: framework, chip generation,
@@ -21,8 +21,7 @@ from ...features.devices.catalogue import measured_as
 from ...features.devices.device import DeviceSpec
 from ...simulate.step.costs import StepEffects
 from ..adapt.active import Errors
-from ..effects.effects import CLUSTER, WHOLE, Effects, Levels, Value
-from ..effects.linear import Linear, group_weights
+from ..effects import CLUSTER, WHOLE, Effects, Levels, Linear, Value, group_weights
 
 #: Power limit over 16-bit matrix rate of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s (data
 #: sheet). The headroom of other chips is relative to it.
@@ -37,7 +36,7 @@ UNKNOWN = ""
 UNNAMED = ("", 1.0)
 #: Properties of frameworks by name: the ``engines`` they share, which are ``compiled``, and which
 #: keep ``whole_sequences``.
-FRAMEWORKS = own_data("models/effects/steps.yaml")
+FRAMEWORKS = own_data("models/steps/effects.yaml")
 #: Fields of :class:`~opcast.simulate.step.costs.StepEffects` whose name differs from their class.
 FIELDS = {cost: f"{cost}_s" for cost in ("launch", "collective", "hop")}
 #: Shift of a class's logarithm for its finite-difference slope.
@@ -96,7 +95,7 @@ class StepContext:
         }
 
     def get(self, key: str, default: str, /) -> Value:
-        """Value of a level of :mod:`~opcast.models.effects.effects`, or ``default``."""
+        """Value of a level of :mod:`~opcast.models.effects`, or ``default``."""
         return self._levels.get(key, default)
 
 
@@ -277,7 +276,7 @@ def unsure(
         other_contexts: Levels of the unmeasured steps.
 
     Returns:
-        Errors of the unmeasured steps (:meth:`~opcast.models.effects.linear.Linear.unsure`).
+        Errors of the unmeasured steps (:meth:`~opcast.models.effects.Linear.unsure`).
     """
     both = Slopes(
         slopes.table,

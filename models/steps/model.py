@@ -10,7 +10,7 @@ import numpy as np
 from ...common.errors import PlanError
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
-from ..effects.effects import CLUSTER, source_note
+from ..effects import CLUSTER, source_note
 from ..trust.calibrator import NORMAL_90, Calibrator, Ends, with_error
 from .effects import FRAMEWORKS, OWN, UNKNOWN, EffectTable, StepContext
 from .memory import MemoryLaw
@@ -67,7 +67,7 @@ class StepModel(JsonModel):
 
     @property
     def frameworks(self) -> tuple[str, ...]:
-        """Names of the frameworks that are measured or have rules in ``steps.yaml``."""
+        """Names of the frameworks that are measured or have rules in ``effects.yaml``."""
         tables = ("engines", "compiled", "whole_sequences", "recipes")
         known = {name for table in tables for name in FRAMEWORKS[table]} | {*self.memory}
         learned = (key.split("/") for key in self.table.values)

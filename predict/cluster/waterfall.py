@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...features.operators.op import Op
-from ...models.effects.effects import WHOLE
+from ...models.effects import WHOLE
 from ...models.steps.effects import FIELDS, PRIOR, EffectTable, StepContext
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.step.compose import StepTime, step_time

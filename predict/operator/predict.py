@@ -219,7 +219,7 @@ def _explained_under_cap(
     found: OpExplanation, row: JsonObject, spec: DeviceSpec, cap: float
 ) -> OpExplanation:
     """Add the effect of a power cap to an explanation."""
-    from ...models.explain.contributions import POWER_CAP, ranked
+    from ...models.contributions import POWER_CAP, ranked
 
     rows = OpRows.of_one({**row, "device": spec.name})
     times = np.array([[found.latency_us, found.lo_us, found.hi_us]])

@@ -13,7 +13,7 @@ from .predictor import Prediction, Predictor, ProgramCase
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
     from ...features.kernels.kernel import LoweredProgram
-    from ...models.explain.kernel import KernelExplanation
+    from ...models.explain import KernelExplanation
 
 #: Kernels to explain by default: what fits on a screen.
 DEFAULT_KERNELS = 3
@@ -118,7 +118,7 @@ def explain_lowered(
     Raises:
         ProgramError: The program has no kernel of that name.
     """
-    from ...models.explain.kernel import explain_kernels
+    from ...models.explain import explain_kernels
     from .prediction import origin
 
     prediction = predictor.predict_lowered(lowered, device)

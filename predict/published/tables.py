@@ -26,7 +26,7 @@ from ...models.collectives.links import Links
 from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
 from ...models.power.model import PowerModel
-from ...models.tiles.model import TileModel
+from ...models.tiles import TileModel
 from ..cluster.case_table import warn_misspelt
 from ..locate import BLOCK_MODEL, find_model
 from .answers import (

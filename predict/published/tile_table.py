@@ -10,8 +10,8 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...datagen.published.packs import pack_data
 from ...features.devices.catalogue import in_catalogue
-from ...models.tiles.model import TileModel, ranking
-from ...models.tiles.rows import NEEDED, TileRows, tile_rows
+from ...models.tile_rows import NEEDED, TileRows, tile_rows
+from ...models.tiles import TileModel, ranking
 from .answers import TIMES, answered, foreign, required
 
 
@@ -57,7 +57,7 @@ def rank_configurations(table: pd.DataFrame, model: TileModel) -> pd.DataFrame:
     """Rank implementations and tile configurations of kernels.
 
     Args:
-        table: Candidates, as :func:`~opcast.models.tiles.rows.tile_rows` reads them.
+        table: Candidates, as :func:`~opcast.models.tile_rows.tile_rows` reads them.
         model: Model of tiles.
 
     Returns:

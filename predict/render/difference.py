@@ -12,7 +12,7 @@ from ...common.interval import Interval
 from ...common.tables_text import markdown_table
 from ...common.units import duration, likely, plain, size
 from ..designs import REACH, Compared, Comparison, Elasticity, Sensitivity
-from ..difference.compare import Change, Difference, Judged
+from ..difference import Change, Difference, Judged
 from ..fit import MemoryFit
 from .parts import Column, fitted_table, headline, print_notes
 

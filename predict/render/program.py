@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.units import duration, plain, quantity, size
-from ...models.explain.kernel import TREESHAP, KernelExplanation, Outside
+from ...models.explain import TREESHAP, KernelExplanation, Outside
 from ...models.trust.neighbours import Neighbour
 from ..groups import starring
 from ..program.explain import ExplainedKernel, ProgramExplanation

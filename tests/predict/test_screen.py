@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 
 from opcast.models.core.registry import OPERATOR_MODEL
-from opcast.models.tiles.model import LeftOut, TileModel, fit_tiles
-from opcast.models.tiles.rows import tile_rows
+from opcast.models.tile_rows import tile_rows
+from opcast.models.tiles import LeftOut, TileModel, fit_tiles
 from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.library import latency
 from opcast.predict.operator.step_operators import load_step_model

@@ -14,8 +14,8 @@ from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
 from ...models.power.model import LEAST, SUSTAINED, PowerErrors, PowerModel, fit_power
 from ...models.power.rows import PowerRows, power_rows
-from ...models.tiles.model import Ranking, TileModel, fit_tiles, ranking
-from ...models.tiles.rows import tile_rows
+from ...models.tile_rows import tile_rows
+from ...models.tiles import Ranking, TileModel, fit_tiles, ranking
 from ...predict.locate import OPERATOR_MODEL, find_model
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def train_tiles(table: pd.DataFrame, seed: int = 0) -> tuple[TileModel, pd.DataF
     """Train a tile model on the measured rows of a table.
 
     Args:
-        table: Rows for :func:`~opcast.models.tiles.rows.tile_rows`, with ``latency_us``.
+        table: Rows for :func:`~opcast.models.tile_rows.tile_rows`, with ``latency_us``.
         seed: Random seed.
 
     Returns:

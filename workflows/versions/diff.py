@@ -28,7 +28,7 @@ from .revisions import Checkouts, Opened, commit_of, opened
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
     from ...features.ir.platforms import Platform
-    from ...predict.difference.compare import Difference, Judged, Version
+    from ...predict.difference import Difference, Judged, Version
     from ...predict.program.predictor import Predictor
 
 #: Keys of an entry of a budget file.
@@ -164,7 +164,7 @@ class _Run:
         """Compare the versions of a program on each of its devices."""
         from ...features.ir.platforms import platform_of
         from ...predict.devices import resolve_device
-        from ...predict.difference.compare import Judged, compare
+        from ...predict.difference import Judged, compare
 
         try:
             devices = [resolve_device(name, self.predictor.devices) for name in allowed.devices]
@@ -207,7 +207,7 @@ class _Run:
         """
         from ...features.ir.platforms import platform_of
         from ...features.lowering.options import LoweringOptions
-        from ...predict.difference.compare import Version
+        from ...predict.difference import Version
         from ...predict.program.case import ProgramCase
 
         self.say(printable(f"predicting {program.text} on {device.name}"))

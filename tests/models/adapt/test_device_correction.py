@@ -10,7 +10,7 @@ from opcast.features.kernels.extract import kernels_from_irs
 from opcast.models.adapt.device_correction import DeviceCorrection, kernel_sites
 from opcast.models.core.kernel_table import kernel_table
 from opcast.models.cost_model import CostModel
-from opcast.models.explain.kernel import explain_kernels
+from opcast.models.explain import explain_kernels
 from opcast.predict.locate import find_model
 
 COMMITTED = Path(__file__).resolve().parents[3] / "datagen" / "datasets" / "cpu"

@@ -13,7 +13,7 @@ from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import FAMILIES, op_features
 from opcast.features.operators.features import feature_names
 from opcast.features.operators.query import parse_op
-from opcast.models.explain.contributions import OPERATOR_GROUPS, SIZES, shapley
+from opcast.models.contributions import OPERATOR_GROUPS, SIZES, shapley
 from opcast.models.operators import OpModel
 from opcast.models.operators.explain import explain_op
 from opcast.predict.locate import find_model

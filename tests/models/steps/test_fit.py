@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from opcast.models.effects.effects import WHOLE
+from opcast.models.effects import WHOLE
 from opcast.models.steps.effects import PRIOR, EffectTable, StepContext, fit_effects, slopes_at
 from opcast.models.steps.model import StepModel, interval_ends
 from opcast.models.trust.calibrator import Calibrator
@@ -78,7 +78,7 @@ def test_a_few_steps_tell_of_a_new_cluster(count: int, left: float) -> None:
 
 
 def test_what_is_known_of_a_step_decides_the_interval() -> None:
-    # The prior of products: 0.3 for all, 0.15 a generation, 0.3 the bits (steps.yaml).
+    # The prior of products: 0.3 for all, 0.15 a generation, 0.3 the bits (steps/effects.yaml).
     table = EffectTable(
         {
             "product/architecture/hopper": 0.1,

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from opcast.common.errors import ProgramError
 from opcast.features.lowering.options import LoweringOptions
-from opcast.models.explain.contributions import Contribution
-from opcast.models.explain.kernel import KernelExplanation, Outside
+from opcast.models.contributions import Contribution
+from opcast.models.explain import KernelExplanation, Outside
 from opcast.predict.program.case import ProgramCase
 from opcast.predict.program.explain import ProgramExplanation, explain, explain_lowered
 from opcast.predict.program.predictor import Predictor

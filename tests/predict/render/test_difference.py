@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opcast.common.errors import ProgramError
 from opcast.common.interval import Interval
-from opcast.predict.difference.compare import Change, Difference, Judged
+from opcast.predict.difference import Change, Difference, Judged
 from opcast.predict.render.difference import markdown_differences
 
 

@@ -13,14 +13,8 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from ...features.devices.device import DeviceSpec
-from ...features.kernels.kernel import Kernel
-from ..core.base import KernelPrediction
-from ..core.kernel_table import CELLS, KernelTable, kernel_table
-from ..cost_model import CostModel
-from ..estimators.tabular import TabularEstimator
-from ..trust.domain import Domain
-from ..trust.neighbours import Neighbour, NeighbourTable
+from ..features.devices.device import DeviceSpec
+from ..features.kernels.kernel import Kernel
 from .contributions import (
     CALIBRATION,
     KERNEL_GROUPS,
@@ -30,6 +24,12 @@ from .contributions import (
     ranked,
     treeshap,
 )
+from .core.base import KernelPrediction
+from .core.kernel_table import CELLS, KernelTable, kernel_table
+from .cost_model import CostModel
+from .estimators.tabular import TabularEstimator
+from .trust.domain import Domain
+from .trust.neighbours import Neighbour, NeighbourTable
 
 DEFAULT_NEIGHBOURS = 3
 TREESHAP, ABLATION, NONE = "treeshap", "ablation", "none"

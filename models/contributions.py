@@ -19,9 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ...common.files import own_data
-from ..core.kernel_table import KernelTable
-from ..estimators.tabular import TabularEstimator
+from ..common.files import own_data
+from .core.kernel_table import KernelTable
+from .estimators.tabular import TabularEstimator
 
 #: Remainders: interactions that ablations of single groups leave, and the effect of the estimator's
 #: limit on log-ratios.
@@ -34,7 +34,7 @@ POWER_CAP = "power cap"
 OTHER, SIZES = "other", "sizes"
 #: Largest difference of single-precision TreeSHAP sums from the log-ratio due to rounding.
 _FLOAT32 = 1e-4
-_RULES = own_data("models/explain/groups.yaml")
+_RULES = own_data("models/contributions.yaml")
 
 
 @dataclass(frozen=True)

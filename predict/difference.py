@@ -17,18 +17,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...common.interval import Interval
-from ...features.ir.untrusted import well_formed
-from ..cluster.spread import combined_spread
-from .pieces import MovedLines, Piece, kernel_reasons, linked, match, pieces_of, program_reasons
+from ..common.interval import Interval
+from ..features.ir.untrusted import well_formed
+from .cluster.spread import combined_spread
+from .matched_kernels import (
+    MovedLines,
+    Piece,
+    kernel_reasons,
+    linked,
+    match,
+    pieces_of,
+    program_reasons,
+)
 
 if TYPE_CHECKING:
-    from ...common.errors import OpcastError
-    from ...features.devices.device import DeviceSpec
-    from ...features.ir.reader import SourceProgram
-    from ..program.case import ProgramCase
-    from ..program.prediction import Prediction
-    from ..program.predictor import Predictor
+    from ..common.errors import OpcastError
+    from ..features.devices.device import DeviceSpec
+    from ..features.ir.reader import SourceProgram
+    from .program.case import ProgramCase
+    from .program.prediction import Prediction
+    from .program.predictor import Predictor
 
 #: Correlation of the log errors of two kernels in a difference: the largest measured value (passes
 #: on one GPU 0.21, kernels of a CPU's programs 0.11). The smaller it is, the less cancels.

@@ -17,11 +17,11 @@ import pytest
 from opcast.common.interval import Interval
 from opcast.features.ir.jax_function import FunctionCall
 from opcast.features.lowering.options import LoweringOptions
-from opcast.predict.difference.compare import RHO, Version, compare, ratio_error
+from opcast.predict.difference import RHO, Version, compare, ratio_error
 from opcast.predict.program.case import ProgramCase
 from opcast.predict.program.predictor import load_for_programs
 
-from .test_pieces import piece
+from .test_matched_kernels import piece
 
 PROGRAMS = Path(os.environ.get("OPCAST_PUBLISHED_DATA", "../shared/data")) / "published-programs"
 
@@ -98,7 +98,7 @@ def test_a_wider_type_is_found_with_its_lines(predictor):
     assert found.same >= 1
     reasons = [reason for change in found.changes for reason in change.reasons]
     assert any("bf16 widened to f32" in own for own in reasons)
-    assert all(line.startswith("test_compare.py:") for c in found.changes for line in c.lines)
+    assert all(line.startswith("test_difference.py:") for c in found.changes for line in c.lines)
     more = sum(c.more_us for c in found.changes) + found.rest_us
     assert more == pytest.approx(found.new.value - found.old.value)
     # Much narrower than two intervals side by side.

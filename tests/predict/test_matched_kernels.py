@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opcast.predict.difference.pieces import MovedLines, Piece, Place, linked, match
+from opcast.predict.matched_kernels import MovedLines, Piece, Place, linked, match
 
 
 def piece(

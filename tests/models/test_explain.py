@@ -10,10 +10,10 @@ from opcast.common.errors import ModelError
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.table.table import feature_names
 from opcast.features.table.tpu import tpu_feature_names
+from opcast.models.contributions import KERNEL_GROUPS, OTHER
 from opcast.models.cost_model import CostModel
 from opcast.models.estimators.tabular import TabularEstimator
-from opcast.models.explain.contributions import KERNEL_GROUPS, OTHER
-from opcast.models.explain.kernel import KernelExplanation, explain_table
+from opcast.models.explain import KernelExplanation, explain_table
 from opcast.models.training.train import train
 from opcast.models.training_data.crossfit import CrossFit
 from opcast.models.training_data.prepared import PreparedDataset
@@ -21,7 +21,7 @@ from opcast.models.trust import neighbours
 from opcast.models.trust.domain import Domain
 from opcast.models.trust.neighbours import NeighbourTable
 
-from ...support.cases import later
+from ..support.cases import later
 
 PARAMS = {
     "roofline": {},

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 from numpy.random import default_rng
 
-from ...common.errors import ModelError
-from ...common.types import JsonMapping, typed
-from ...features.operators.schema import faulty
-from ..core.store import JsonModel
-from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
-from ..trust.calibrator import UNCALIBRATED, Calibrator, Ends
-from .rows import TileRows, keys_of
+from ..common.errors import ModelError
+from ..common.types import JsonMapping, typed
+from ..features.operators.schema import faulty
+from .core.store import JsonModel
+from .estimators.xgboost_trees import SavedTrees, applied, compact, grow
+from .tile_rows import TileRows, keys_of
+from .trust.calibrator import UNCALIBRATED, Calibrator, Ends
 
 if TYPE_CHECKING:
     from xgboost import Booster

@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
-from ...common.errors import DatasetError
-from ...features.devices.catalogue import find_device
-from ...features.operators.columns import texts_of
+from ..common.errors import DatasetError
+from ..features.devices.catalogue import find_device
+from ..features.operators.columns import texts_of
 
 #: Required columns.
 NEEDED = ("device", "op", "implementation", "args")

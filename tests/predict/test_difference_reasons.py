@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from opcast.features.ir.reader import read_program
-from opcast.predict.difference.pieces import kernel_reasons, program_reasons
+from opcast.predict.matched_kernels import kernel_reasons, program_reasons
 
-from .test_pieces import piece
+from .test_matched_kernels import piece
 
 
 @pytest.mark.parametrize(

@@ -10,23 +10,15 @@ from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...common.units import plain, size
-from ...features.ir.program import (
-    BOOKKEEPING,
-    DTYPE_BITS,
-    DTYPES,
-    FLOAT,
-    FLOAT8,
-    HALF,
-    dtype_family,
-)
-from ...features.table.columns import INDEX
-from ...features.table.row import rows
+from ..common.units import plain, size
+from ..features.ir.program import BOOKKEEPING, DTYPE_BITS, DTYPES, FLOAT, FLOAT8, HALF, dtype_family
+from ..features.table.columns import INDEX
+from ..features.table.row import rows
 
 if TYPE_CHECKING:
-    from ...features.ir.program import Program
-    from ...features.kernels.kernel import Kernel
-    from ..program.prediction import KernelEstimate
+    from ..features.ir.program import Program
+    from ..features.kernels.kernel import Kernel
+    from .program.prediction import KernelEstimate
 
 #: Maximum log difference of the times of two kernels that do the same work but differ in layouts or
 #: constants, and still count as the same. Engineering choice.

@@ -12,12 +12,8 @@ import pytest
 from opcast.common.errors import DatasetError, ModelError
 from opcast.features.devices.catalogue import find_device
 from opcast.models.core.registry import PRETRAINED
-from opcast.models.tiles.model import (
-    TileModel,
-    fit_tiles,
-    ranking,
-)
-from opcast.models.tiles.rows import TileRows, tile_rows
+from opcast.models.tile_rows import TileRows, tile_rows
+from opcast.models.tiles import TileModel, fit_tiles, ranking
 from opcast.predict.published.tile_table import (
     predict_tiles,
     rank_configurations,
@@ -201,7 +197,7 @@ def test_ties_are_said() -> None:
 
 
 def test_the_documented_example_is_ranked() -> None:
-    example = Path(__file__).parents[3] / "docs" / "examples" / "tile_candidates.csv"
+    example = Path(__file__).parents[2] / "docs" / "examples" / "tile_candidates.csv"
     ranked = rank_configurations(pd.read_csv(example), TileModel.find())
     assert set(ranked["scope"]) == {"known"} and (ranked["latency_us"] > 0).all()
     # Both problems have a first choice, and the unfused kernels are not it.

@@ -1,1 +1,0 @@
-"""Explanations of predictions: contributions of groups of features."""
