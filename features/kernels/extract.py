@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ..cost.flops import op_cost
 from ..ir.program import Computation, Op, Program, Source
-from .facts import KernelFacts, ProgramFacts, control_facts, facts_of_ir
+from .canonical import KernelFacts, ProgramFacts, control_facts, facts_of_ir
 from .kernel import Kernel, containers, is_free, main_opcodes
 
 #: libtpu writes 2^63 - 1 where it has no estimate; no kernel takes half of that.

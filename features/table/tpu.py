@@ -20,10 +20,9 @@ from ..devices.device import DeviceSpec, MemoryLevel
 from ..ir.program import DTYPE_BITS, ON_CHIP, Computation, Op, TensorType
 from ..kernels.kernel import Kernel
 from .columns import INDEX, TPU_COLUMNS
-from .ratios import log_ratio, real_share
 from .roofline import compute_seconds, main_bytes
 from .row import rows as kernel_rows
-from .table import FeatureTable, feature_table
+from .table import FeatureTable, feature_table, log_ratio, real_share
 
 #: Shape of a vector register, and so of a memory tile, on all generations in the catalogue.
 LANES, SUBLANES = 128, 8

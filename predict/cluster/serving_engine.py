@@ -15,7 +15,7 @@ from ...features.devices.device import NETWORK_BANDWIDTH
 from ...models.operators import OpModel
 from ...models.serving.effects import APART
 from ...models.serving.model import ServingModel, group_key
-from ...simulate.serving.floor import Floors, floors
+from ...simulate.serving.latencies import Floors, floors
 from ...simulate.serving.load import Load, Station
 from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
 from ...simulate.serving.policies import (

@@ -15,8 +15,7 @@ import numpy as np
 from ...models.serving.effects import Context
 from ...models.serving.ends import SATURATED
 from ...simulate.serving.fleet import capacity, run_fleet
-from ...simulate.serving.floor import Floors
-from ...simulate.serving.latencies import Served, queued_share, typical_wait
+from ...simulate.serving.latencies import Floors, Served, queued_share, typical_wait
 from ...simulate.serving.load import Load, Run, Station
 from ...simulate.serving.policies import framework_defaults
 from .deployment import Deployment

@@ -20,7 +20,7 @@ from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_engine import request_floors
 from ...predict.cluster.serving_load import draw
 from ...predict.cluster.serving_table import ServingRow
-from ...simulate.serving.floor import EngineFloor
+from ...simulate.serving.latencies import EngineFloor
 
 Asked = TypeVar("Asked")
 Tell = Callable[[str], None]

@@ -37,16 +37,15 @@ from .loops import (
     own_fills,
 )
 from .machine import Machine, machine_of
-from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
 from .on_chip import on_chip_of, place_on_chip, prefetch
 from .priority import PriorityFusion
+from .product_rewrites import SMALL_PRODUCT, merge_dots, reduce_vector_products, sum_vector_products
 from .products import canonical_dots, convolved_products, host_products, widen_products
 from .reductions import pad_products, split_products, split_reductions
 from .simplify import simplify
 from .transposes import move_transposes, sink_transposes
 from .updates import copy_read_later, turn_loop_state, turn_updates
-from .vector_products import SMALL_PRODUCT, reduce_vector_products, sum_vector_products
 
 
 def lower_fused(

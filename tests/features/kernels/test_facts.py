@@ -6,7 +6,7 @@ import math
 
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import Op, Program
-from opcast.features.kernels.facts import (
+from opcast.features.kernels.canonical import (
     KernelFacts,
     ProgramFacts,
     Signatures,

@@ -7,7 +7,7 @@ import pytest
 
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
 from opcast.features.table.columns import CODE, COLUMNS, INDEX
-from opcast.features.table.ratios import DeviceFacts, derived_features, log_ratio, real_share
+from opcast.features.table.table import DeviceFacts, derived_features, log_ratio, real_share
 
 DEVICE = DeviceSpec(
     "d",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from opcast.features.devices.catalogue import read_device
-from opcast.simulate.serving.floor import floors
+from opcast.simulate.serving.latencies import floors
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.named_workloads import make_workload
 

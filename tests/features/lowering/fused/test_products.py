@@ -6,7 +6,7 @@ import pytest
 
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.lowering.fused.graph import Graph, Node, build_graph
-from opcast.features.lowering.fused.merging import MERGE_BYTES, Dependence, merge_dots
+from opcast.features.lowering.fused.product_rewrites import MERGE_BYTES, Dependence, merge_dots
 from opcast.features.lowering.fused.products import (
     canonical_dots,
     convolved_products,
