@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from ...common.interval import Interval
 from ...features.devices.device import DeviceSpec
 from ...models.collectives.on_cluster import ClusterCollectives
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.costs import Costs, Estimate, OpLatency
+from ...simulate.step.costs import Costs, OpLatency
 from ...simulate.step.fitting import Host
 from ...simulate.step.plan import Group
 
 #: Time of a collective: name, bytes contributed by each rank, ranks, cluster.
-CollectiveTime = Callable[[str, float, Sequence[int], Cluster], Estimate]
+CollectiveTime = Callable[[str, float, Sequence[int], Cluster], Interval]
 #: Streaming multiprocessors that a collective occupies while kernels run: one per NCCL channel.
 #: Engineering estimate; not fitted (12 % of an H100's 132).
 COLLECTIVE_CORES = 16
@@ -23,20 +24,20 @@ COLLECTIVE_CORES = 16
 USUAL_HOST = {"gpu": 250e9, "tpu": 112e9}
 
 
-def learned_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
+def learned_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Interval:
     """Estimate a collective from the fitted curves where they apply, else from closed forms."""
     found = _collectives().estimate(kind, size, ranks, cluster)
-    return Estimate(found.latency, found.lo, found.hi)
+    return Interval(found.latency, found.lo, found.hi)
 
 
-def xla_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
+def xla_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Interval:
     """Estimate a collective of a program that XLA runs, like :func:`learned_time`.
 
     XLA starts a collective only when all devices of the process have arrived, which delays small
     collectives.
     """
     found = _collectives().estimate(kind, size, ranks, cluster, backend="xla")
-    return Estimate(found.latency, found.lo, found.hi)
+    return Interval(found.latency, found.lo, found.hi)
 
 
 class ClusterNetwork:
@@ -50,7 +51,7 @@ class ClusterNetwork:
     def __init__(self, cluster: Cluster, time: CollectiveTime = learned_time) -> None:
         self.cluster, self.time = cluster, time
 
-    def __call__(self, kind: str, size: float, group: Group) -> Estimate:
+    def __call__(self, kind: str, size: float, group: Group) -> Interval:
         """Return the time of a collective.
 
         Args:

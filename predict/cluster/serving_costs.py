@@ -359,7 +359,7 @@ class ServingCosts:
         Engines use the library for large messages (in-switch reduction on Hopper and later) and for
         more than two ranks connected only by PCIe.
         """
-        seconds = self.network(kind, size, Group(ranks, 1)).seconds
+        seconds = self.network(kind, size, Group(ranks, 1)).value
         link = self._spec.link_bandwidth
         inside = 1 < ranks <= self.cluster.devices_per_node and not self.early
         if kind != "all_reduce" or not inside or not link:

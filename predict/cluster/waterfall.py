@@ -154,7 +154,7 @@ class Waterfall:
                 for (_, _, group), estimate in self.costs.links.items()
                 if self.costs.leaves_box(group) == (name == "between")
             ]
-            middle = max(sum(link.seconds for link in links), 1e-12)
+            middle = max(sum(link.value for link in links), 1e-12)
             reach = abs(sum(link[1 + side] for link in links) / middle - 1.0)
         else:
             return 0.0

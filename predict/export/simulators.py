@@ -232,11 +232,11 @@ def _network(cluster: Cluster, size: int, box: bool) -> dict[str, object]:
     # Neighbours in a node, or the first devices of two nodes.
     pair = Group(2, 1 if box else cluster.box or 1)
     ranks = Group(size, 1) if box else Group(size // pair.stride, pair.stride)
-    start = time("send_recv", 8.0, pair).seconds
+    start = time("send_recv", 8.0, pair).value
     ops: dict[str, list[float | None]] = {}
     for name, kind in _NETWORK_OPS.items():
         alone = name == "p2p"
-        seconds = time(kind, float(_LARGE_BYTES), pair if alone else ranks).seconds
+        seconds = time(kind, float(_LARGE_BYTES), pair if alone else ranks).value
         moved = _LARGE_BYTES * (1.0 if alone else 1.0 - 1.0 / ranks.size)
         scalar = max(seconds - start, 1e-9) * bandwidth / moved
         # Offset -1: a device keeps its own of n shares.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from ...common.interval import Interval
 from ...features.devices.device import HOST_BANDWIDTH
 from ...features.operators.op import Op
 from .plan import Group
@@ -78,18 +79,6 @@ class Message:
     seconds: float
 
 
-class Estimate(NamedTuple):
-    """Seconds, with the bounds of a 90 % interval."""
-
-    seconds: float
-    lo: float
-    hi: float
-
-    def times(self, factor: float) -> Estimate:
-        """Multiply all three values."""
-        return Estimate(self.seconds * factor, self.lo * factor, self.hi * factor)
-
-
 class OpLatency(Protocol):
     """Latency model of operators on the target device."""
 
@@ -100,7 +89,7 @@ class OpLatency(Protocol):
 class Network(Protocol):
     """Latency model of collectives in the target cluster."""
 
-    def __call__(self, kind: str, size: float, group: Group) -> Estimate:
+    def __call__(self, kind: str, size: float, group: Group) -> Interval:
         """Time of one collective; ``size`` as in :class:`CommCall`."""
 
 
@@ -211,7 +200,7 @@ class Costs:
         self.effects = effects or StepEffects()
         self.box = box
         self.ops: dict[Op, np.ndarray] = {}
-        self.links: dict[tuple[str, float, Group], Estimate] = {}
+        self.links: dict[tuple[str, float, Group], Interval] = {}
 
     def with_effects(self, effects: StepEffects, box: int) -> Costs:
         """Costs under other effects, which share the predictions made so far."""
@@ -257,7 +246,7 @@ class Costs:
         outside = self.leaves_box(group)
         factor = self.effects.between if outside else self.effects.inside
         size = call.size * (call.across(self.box) if outside else 1.0)
-        return self.estimate(call.kind, size, group).seconds * call.times * factor
+        return self.estimate(call.kind, size, group).value * call.times * factor
 
     def leaves_box(self, group: Group) -> bool:
         """Whether the ranks of a group span more than one box."""
@@ -265,7 +254,7 @@ class Costs:
         # although twice their distance exceeds it.
         return bool(self.box) and (group.size - 1) * group.stride >= self.box
 
-    def estimate(self, kind: str, size: float, group: Group) -> Estimate:
+    def estimate(self, kind: str, size: float, group: Group) -> Interval:
         """Time of one collective with its interval, cached."""
         key = (kind, size, group)
         if key not in self.links:

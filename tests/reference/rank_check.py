@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from opcast.common.interval import Interval
 from opcast.features.operators.op import Op
 from opcast.simulate.step.compose import step_time
-from opcast.simulate.step.costs import CommCall, Costs, Estimate
+from opcast.simulate.step.costs import CommCall, Costs
 from opcast.simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
 from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved
@@ -89,9 +90,9 @@ def compare_ranks(text: str, wire: Wire) -> Pair:
     count = workload.batch // plan.batch_ranks
     plan = resolved(workload, plan.changed(microbatches=count), plan.devices)
 
-    def network(kind: str, size: float, group: Group) -> Estimate:
+    def network(kind: str, size: float, group: Group) -> Interval:
         seconds = wire.seconds(kind, size, group)
-        return Estimate(seconds, seconds, seconds)
+        return Interval(seconds, seconds, seconds)
 
     # No contention between kernels and collectives: by_rank has none.
     composed = step_time(workload, plan, Costs(_products_only, network)).total

@@ -276,7 +276,7 @@ def _collective(kind: str, size: float, cluster: str) -> float:
     from ...simulate.clusters.catalogue import find_cluster
 
     own = find_cluster(cluster)
-    return float(np.asarray(learned_time(kind, size, range(own.size), own).seconds))
+    return float(np.asarray(learned_time(kind, size, range(own.size), own).value))
 
 
 def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]:

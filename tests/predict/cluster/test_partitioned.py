@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from opcast.common.errors import ProgramError
+from opcast.common.interval import Interval
 from opcast.common.units import size
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.reader import read_program
@@ -22,7 +23,6 @@ from opcast.predict.program.explain import explain
 from opcast.predict.program.fidelities import compare_fidelities
 from opcast.predict.render.step import print_partitioned
 from opcast.simulate.clusters.catalogue import find_cluster
-from opcast.simulate.step.costs import Estimate
 
 TESTS = Path(__file__).parents[2]
 HLO = TESTS / "features" / "data" / "gpu_schedule.hlo"
@@ -39,7 +39,7 @@ WHOLE = """module attributes {mhlo.num_partitions = PARTITIONS : i32} {
 
 
 def constant(seconds):
-    return lambda kind, size, group, cluster: Estimate(seconds, seconds, seconds)
+    return lambda kind, size, group, cluster: Interval(seconds, seconds, seconds)
 
 
 def test_scheduled_program_overlaps_only_its_asynchronous_pair():

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from opcast.common.errors import DeviceError, PlanError
+from opcast.common.interval import Interval
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators.op import Op
 from opcast.models.operators import OpModel
@@ -30,7 +31,6 @@ from opcast.predict.sweep.space import Candidate
 from opcast.simulate.clusters.catalogue import find_cluster, joined
 from opcast.simulate.clusters.files import save_cluster
 from opcast.simulate.collectives.choose import collective_cost
-from opcast.simulate.step.costs import Estimate
 from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import StageMemory
@@ -91,15 +91,15 @@ def test_devices_that_no_model_knows_take_the_roofline(operators):
 def analytical_time(kind, size, ranks, cluster):
     """Closed forms alone, without any measurement."""
     found = collective_cost(kind, size, ranks, cluster).total
-    return Estimate(found, found, found)
+    return Interval(found, found, found)
 
 
 def test_gathers_are_asked_with_one_rank_s_share():
     cluster = find_cluster("dgx-h100-x16")
     network = ClusterNetwork(cluster, analytical_time)
-    found = network("all_gather", 8e6, Group(8, 1)).seconds
+    found = network("all_gather", 8e6, Group(8, 1)).value
     assert found == collective_cost("all_gather", 1e6, range(8), cluster).total
-    across = network("all_reduce", 8e6, Group(2, 8)).seconds
+    across = network("all_reduce", 8e6, Group(2, 8)).value
     assert across == collective_cost("all_reduce", 8e6, range(0, 16, 8), cluster).total
 
 
@@ -118,7 +118,7 @@ def test_a_box_that_is_filled_in_part_has_fewer_ports():
     assert len(ranks) == 5 * 14 and size == 1e9 / 70
     assert list(ranks[:2]) == [0, 4] and ranks[14] == 64
     even = network("reduce_scatter", 1e9, Group(80, 4))
-    assert even.seconds < uneven.seconds < 1.25 * even.seconds
+    assert even.value < uneven.value < 1.25 * even.value
     # A group within a box, and one of whole boxes, is as it is.
     assert network._ranks(Group(12, 4)) == range(0, 48, 4)
     assert network._ranks(Group(32, 4)) == range(0, 128, 4)
@@ -145,9 +145,9 @@ def test_measured_collectives_count_inside_a_box():
     cluster = find_cluster("h100-sxm-x8")
     learned = learned_time("all_reduce", 64e6, range(8), cluster)
     formula = analytical_time("all_reduce", 64e6, range(8), cluster)
-    assert learned.lo < learned.seconds < learned.hi
-    assert learned.seconds != formula.seconds
-    assert 0.5 < learned.seconds / formula.seconds < 2.0
+    assert learned.lo < learned.value < learned.hi
+    assert learned.value != formula.value
+    assert 0.5 < learned.value / formula.value < 2.0
 
 
 def test_an_interval_is_as_wide_as_what_nobody_measured(operators, tmp_path):

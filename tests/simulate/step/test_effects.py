@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
+from opcast.common.interval import Interval
 from opcast.features.operators.op import Op
 from opcast.simulate.step.compose import step_time
-from opcast.simulate.step.costs import CommCall, Costs, Estimate, StepEffects
+from opcast.simulate.step.costs import CommCall, Costs, StepEffects
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import layer_activations
 from opcast.simulate.step.plan import Group, Plan, resolved, stage_layers
@@ -24,7 +25,7 @@ OP, LINK = 1e-3, 1e-2
 def costs(effects: StepEffects | None = None, box: int = 0) -> Costs:
     return Costs(
         lambda calls: np.full((len(calls), 3), OP),
-        lambda kind, size, group: Estimate(LINK * size / 1e6, LINK, LINK),
+        lambda kind, size, group: Interval(LINK * size / 1e6, LINK, LINK),
         effects=effects,
         box=box,
     )

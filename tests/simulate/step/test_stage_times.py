@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from opcast.common.interval import Interval
 from opcast.simulate.step.blocks import step_stages
-from opcast.simulate.step.costs import CommCall, Costs, Estimate, StepEffects
+from opcast.simulate.step.costs import CommCall, Costs, StepEffects
 from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Group, parse_plan, resolved
 from opcast.simulate.step.stage_times import stage_times, traffic
@@ -41,7 +42,7 @@ def at_peak(calls):
 def ring(kind, size, group):
     share = (group.size - 1) / group.size
     seconds = {"all_reduce": 2 * share, "send_recv": 1.0}.get(kind, share) * size / LINK
-    return Estimate(seconds, seconds, seconds)
+    return Interval(seconds, seconds, seconds)
 
 
 def stages_of(text, work=WORK, network=ring, box=0):
@@ -136,7 +137,7 @@ def test_operands_are_gathered_as_they_are_quantised():
 
 def test_tensor_collectives_run_beside_products_that_are_cut():
     def slow(kind, size, group):
-        return Estimate(*(4 * own for own in ring(kind, size, group)))
+        return Interval(*(4 * own for own in ring(kind, size, group)))
 
     costs, (stage,) = stages_of("tp=2,microbatches=1", network=slow)
     cut = Costs(at_peak, slow, effects=StepEffects(decomposed=1.0))
@@ -163,7 +164,7 @@ def test_parameters_of_8_bits_are_gathered_so():
 def test_reductions_of_chunks_hide_behind_a_group_of_micro_batches():
     # Two stages, eight micro-batches; the link is so slow that nothing is hidden for long.
     def slow(kind, size, group):
-        return Estimate(*(100 * own for own in ring(kind, size, group)))
+        return Interval(*(100 * own for own in ring(kind, size, group)))
 
     def reduction(text):
         costs, (stage, _) = stages_of(text, network=slow)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
+from opcast.common.interval import Interval
 from opcast.predict.export.timeline import step_events, step_trace
 from opcast.simulate.step.compose import sample_steps, slowest, stage_speeds, step_time
-from opcast.simulate.step.costs import Costs, Estimate
+from opcast.simulate.step.costs import Costs
 from opcast.simulate.step.fitting import find_fit, memory_of
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import RESERVED_BYTES, layer_activations
@@ -27,7 +28,7 @@ def ring_network(kind, size, group):
     share = (group.size - 1) / group.size
     factor = {"all_reduce": 2 * share, "send_recv": 1.0}.get(kind, share)
     seconds = factor * size / LINK
-    return Estimate(seconds, seconds, seconds)
+    return Interval(seconds, seconds, seconds)
 
 
 def small(**changes):

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from opcast.common.interval import Interval
 from opcast.simulate.step.compose import step_time
-from opcast.simulate.step.costs import Costs, Estimate
+from opcast.simulate.step.costs import Costs
 from opcast.simulate.step.fitting import memory_of
 from opcast.simulate.step.memory import layer_activations
 from opcast.simulate.step.named_workloads import make_workload
@@ -29,7 +30,7 @@ def wire(kind, size, group):
     """Bytes of a ring over a link, no latency."""
     share = (group.size - 1) / group.size
     seconds = {"all_reduce": 2 * share, "send_recv": 1.0}.get(kind, share) * size / LINK
-    return Estimate(seconds, seconds, seconds)
+    return Interval(seconds, seconds, seconds)
 
 
 def step(text, contention=0.0, speeds=None):
