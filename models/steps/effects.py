@@ -20,7 +20,6 @@ from ...common.files import own_data
 from ...features.devices.catalogue import measured_as
 from ...features.devices.device import DeviceSpec
 from ...simulate.step.costs import StepEffects
-from ..adapt.active import Errors
 from ..effects import CLUSTER, WHOLE, Effects, Levels, Linear, Value, group_weights
 
 #: Power limit over 16-bit matrix rate of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s (data
@@ -257,36 +256,6 @@ def fit_effects(
         slopes = slopes_at(simulate, table, len(contexts))
         table = slopes.linear(contexts, measured).solve(everything, weight)
     return table
-
-
-def unsure(
-    slopes: Slopes,
-    contexts: Sequence[StepContext],
-    measured: np.ndarray,
-    others: Slopes,
-    other_contexts: Sequence[StepContext],
-) -> Errors:
-    """Error distribution of unmeasured steps, given measured ones.
-
-    Args:
-        slopes: Slopes of the measured steps.
-        contexts: Levels of the measured steps.
-        measured: Logarithms of their seconds.
-        others: Slopes of the unmeasured steps, at the same effects.
-        other_contexts: Levels of the unmeasured steps.
-
-    Returns:
-        Errors of the unmeasured steps (:meth:`~opcast.models.effects.Linear.unsure`).
-    """
-    both = Slopes(
-        slopes.table,
-        np.concatenate([slopes.level, others.level]),
-        {cost: np.concatenate([own, others.slope[cost]]) for cost, own in slopes.slope.items()},
-    )
-    # Times of unmeasured steps are placeholders, which are not learned from.
-    times = np.concatenate([measured, others.level])
-    learn = np.arange(len(times)) < len(measured)
-    return both.linear([*contexts, *other_contexts], times).unsure(learn)
 
 
 def _start(

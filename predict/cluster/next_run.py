@@ -5,7 +5,7 @@ The steps reduce uncertainty most; the loads narrow the interval of TPOT.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from ...features.devices.catalogue import find_device
 from ...models.adapt.active import in_order
 from ...models.operators import OpModel
 from ...models.serving.effects import Observed, linear_serving
-from ...models.steps.effects import OWN, Slopes, is_compiled, slopes_at, unsure
+from ...models.steps.effects import OWN, is_compiled, slopes_at
 from ...models.steps.memory import law_of, weight_copies
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
@@ -83,12 +83,13 @@ def next_run(model: StepModel, runs: StepRuns, measured: np.ndarray) -> NextRun 
     rows = [r for r in _others(model, runs) if (r.workload, r.cluster, r.plan) not in done]
     if not rows:
         return None
-    more = StepRuns(rows, runs.operators)
-    near = slopes_at(runs.simulate, model.table, len(runs.rows))
-    far = slopes_at(more.simulate, model.table, len(rows))
-    errors = unsure(near, runs.contexts, measured, far, more.contexts)
+    every = StepRuns([*runs.rows, *rows], runs.operators)
+    slopes, count = slopes_at(every.simulate, model.table, len(every.rows)), len(runs.rows)
+    # Times of unmeasured steps are placeholders, which are not learned from.
+    times = np.concatenate([measured, slopes.level[count:]])
+    errors = slopes.linear(every.contexts, times).unsure(np.arange(len(times)) < count)
     (best,), (fall,) = in_order([errors], np.full(len(rows), 1 / len(rows)), 1, np.ones(len(rows)))
-    return NextRun(rows[best], float(fall), _tells(near, far, int(best)))
+    return NextRun(rows[best], float(fall), _tells(slopes.slope, count, int(best)))
 
 
 def next_steps(case: StepCase, work: Workload, operators: OpModel | None, count: int) -> NextRuns:
@@ -183,10 +184,10 @@ def _command(case: StepCase, row: StepRow, asked: StepRow) -> str:
     return " ".join(words)
 
 
-def _tells(near: Slopes, far: Slopes, best: int) -> str:
+def _tells(slope: Mapping[str, np.ndarray], count: int, best: int) -> str:
     """Return the cost class whose slope differs most from those of the measured steps, in words."""
     more = {
-        cost: float(far.slope[cost][best] - near.slope[cost].mean())
+        cost: float(slope[cost][count + best] - slope[cost][:count].mean())
         for cost in _TELLS
         if cost != "whole"
     }

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opcast.models.steps.effects import slopes_at, unsure
+from opcast.models.steps.effects import slopes_at
 from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.next_run import next_run, next_steps
 from opcast.predict.cluster.step_case import StepCase
@@ -34,14 +34,11 @@ def test_the_run_that_talks_more_between_boxes_is_named_after_one_that_hardly_do
 
 def test_another_run_of_the_same_kind_tells_less_than_one_of_a_new_kind() -> None:
     rows = [step_row(RUN), step_row(RUN | {"global_batch": 16})]
-    runs = StepRuns(rows, None)
-    table = StepModel.find().table
-    slopes = slopes_at(runs.simulate, table, 2)
+    runs = StepRuns([rows[0]] * 6 + rows, None)
+    slopes = slopes_at(runs.simulate, StepModel.find().table, 8)
     # Smaller batches wait for the network: its slope is higher there.
-    assert slopes.slope["between"][1] > slopes.slope["between"][0]
-    part = StepRuns([rows[0]] * 6, None)
-    known = slopes_at(part.simulate, table, 6)
-    left = unsure(known, part.contexts, known.level, slopes, runs.contexts)
+    assert slopes.slope["between"][7] > slopes.slope["between"][6]
+    left = slopes.linear(runs.contexts, slopes.level).unsure(np.arange(8) < 6)
     assert left.covariance[1, 1] > left.covariance[0, 0] > 0.0
 
 
