@@ -285,13 +285,35 @@ class Linear(Generic[E]):
             left = left - self.matrix[np.ix_(learn, columns)] @ list(more.values.values())
         return found
 
-    def adapted(self) -> E:
-        """Return the effects with the cluster effects fitted to these measurements alone."""
+    def adapted(self, learn: np.ndarray | None = None) -> E:
+        """Return the effects with the cluster effects fitted to measurements alone.
+
+        Args:
+            learn: Mask of the measurements to learn from; ``None`` for all.
+        """
+        if learn is None:
+            learn = np.ones(len(self.target), bool)
         own, stays = self._own()
-        everything = np.ones(len(self.target), bool)
-        left = self.target - self.matrix @ stays
+        used = own[np.any(self.matrix[np.ix_(learn, own)] != 0.0, axis=0)]
+        left = (self.target - self.matrix @ stays)[learn]
         weight = np.full(len(left), OWN_WEIGHT)
-        return self.now.joined(self._shrunk(everything, own, left, weight))
+        return self.now.joined(self._shrunk(learn, used, left, weight))
+
+    def left_out(self, rows: np.ndarray) -> np.ndarray:
+        """Errors on each row's measurements of the effects adapted to all other rows.
+
+        Args:
+            rows: Row of each measurement, shape ``(measurements,)``.
+
+        Returns:
+            Logarithms of measured over predicted; NaN if there are no other rows.
+        """
+        found = np.full(len(rows), np.nan)
+        for row in np.unique(rows):
+            own = rows == row
+            if not own.all():
+                found[own] = self.errors(self.adapted(~own))[own]
+        return found
 
     def unsure(self, learn: np.ndarray) -> Errors:
         """Error distribution of unmeasured rows, due to the effects of their clusters.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..common.tables_text import in_percent, print_frame
 from ..common.units import size
 from ..features.devices.catalogue import find_device
 from ..models.effects import CLUSTER
-from ..models.steps.effects import OWN, Slopes, slopes_at
+from ..models.steps.effects import OWN, slopes_at
 from ..models.steps.memory import interval_of
 from ..models.steps.model import StepModel
 from ..predict.cluster.case_table import read_cases, read_rows
@@ -36,7 +37,7 @@ from .judging import (
     to_learn,
     write_predictions,
 )
-from .measured.calibration_samples import check_unseen, far_off, mean_error
+from .measured.calibration_samples import check_unseen, mean_error, plausible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,27 +102,6 @@ def adapt_steps(model: StepModel, runs: StepRuns, measured: np.ndarray) -> StepM
     """Adapt a model to clusters, given measured steps on them."""
     slopes = slopes_at(runs.simulate, model.table, len(runs.rows))
     return replace(model, table=slopes.linear(runs.contexts, measured).adapted())
-
-
-def left_out(slopes: Slopes, runs: StepRuns, measured: np.ndarray) -> np.ndarray:
-    """Compute the error on each step of a model adapted to all other steps.
-
-    Args:
-        slopes: The simulator linearised around the model's effects.
-        runs: The steps.
-        measured: Logarithms of their seconds, shape ``(n,)``.
-
-    Returns:
-        ``log(measured / predicted)``, shape ``(n,)``.
-    """
-    linear, every = slopes.linear(runs.contexts, measured), np.arange(len(measured))
-    errors = np.empty(len(measured))
-    for one in every:
-        others = every != one
-        contexts = [runs.contexts[n] for n in every[others]]
-        adapted = slopes.part(others).linear(contexts, measured[others]).adapted()
-        errors[one] = linear.errors(adapted)[one]
-    return errors
 
 
 def _record(row: StepRow, found: StepPrediction, model: StepModel) -> dict[str, object]:
@@ -286,10 +266,9 @@ def run_calibrate_steps(console: Console, settings: TableSettings) -> StepModel:
     if following is not None:
         console.print(following.text(), highlight=False, soft_wrap=True)
     if len(own) > 1:
-        slopes = slopes_at(runs.simulate, base.table, len(own))
-        plain = slopes.linear(runs.contexts, measured).errors(base.table)
-        unseen = mean_error(left_out(slopes, runs, measured))
-        check_unseen(console, f"{len(own)} steps", mean_error(plain), unseen)
+        linear = slopes_at(runs.simulate, base.table, len(own)).linear(runs.contexts, measured)
+        plain, unseen = linear.errors(base.table), linear.left_out(np.arange(len(own)))
+        check_unseen(console, f"{len(own)} steps", mean_error(plain), mean_error(unseen))
     model.save(settings.out)
     wrote(settings.out, "use it with simulate --steps or evaluate --steps --model")
     return model
@@ -302,14 +281,8 @@ def _near(
     own = [row for row in rows if row is not None and np.isfinite(row.measured_s)]
     runs = StepRuns(own, load_step_model())
     ratios = _ratios(runs, model)
-    why = [
-        far_off(f"{row.id}: {row.measured_s:g} s", -float(np.log(ratio)))
-        for row, ratio in zip(own, ratios, strict=True)
-    ]
-    for reason in filter(None, why):
-        tell(reason)
-    near = [n for n, reason in enumerate(why) if not reason]
-    return runs.part([own[n] for n in near]), ratios[near]
+    near = plausible([f"{row.id}: {row.measured_s:g} s" for row in own], -np.log(ratios), tell)
+    return runs.part(list(compress(own, near))), ratios[near]
 
 
 def _ratios(runs: StepRuns, model: StepModel) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,8 +13,8 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.tables_text import in_percent, percent, print_frame
 from ..models.adapt.active import in_order
-from ..models.effects import WHOLE, group_weights
-from ..models.steps.effects import LEARNED, EffectTable, Slopes, StepContext, fit_effects, slopes_at
+from ..models.effects import WHOLE, Linear, group_weights
+from ..models.steps.effects import LEARNED, EffectTable, Slopes, fit_effects, slopes_at
 from ..models.steps.memory import fit_laws
 from ..models.steps.model import (
     ELSEWHERE,
@@ -253,39 +253,20 @@ class _Study:
             own, others = np.flatnonzero(sources == name), sources != name
             table = self.linear.solve(others, group_weights(self.groups[others]))
             level = self.runs.simulate([int(i) for i in own], table, {})
-            slope = self.slopes.part(own).slope
+            slope = {cost: values[own] for cost, values in self.slopes.slope.items()}
             contexts = [self.runs.contexts[i] for i in own]
-            around = Slopes(table, level, slope)
-            none = np.zeros(len(own), bool)
-            unsure = around.linear(contexts, self.measured[own]).unsure(none)
-            every = np.ones(len(own))
+            linear = Slopes(table, level, slope).linear(contexts, self.measured[own])
+            unsure, every = linear.unsure(np.zeros(len(own), bool)), np.ones(len(own))
             order, _ = in_order([unsure], every / len(own), max(RUNS), every)
             drawn = [np.random.default_rng(draw).permutation(len(own)) for draw in range(DRAWS)]
             for count in RUNS:
                 chosen, *errors = (
-                    self._adapted_error(own, around, contexts, learn[:count])
+                    _adapted_error(linear, self.groups[own], learn[:count])
                     for learn in (order, *drawn)
                 )
                 record = {"source": name, "runs": count, "mape": float(np.mean(errors))}
                 found.append(record | {"chosen": chosen})
         return pd.DataFrame(found, columns=["source", "runs", "mape", "chosen"])
-
-    def _adapted_error(
-        self,
-        own: np.ndarray,
-        slopes: Slopes,
-        contexts: Sequence[StepContext],
-        learn: np.ndarray,
-    ) -> float:
-        """Error on the runs of a source that are not used for calibration."""
-        rest = np.setdiff1d(np.arange(len(own)), learn)
-        table = slopes.table
-        if len(learn):
-            known = slopes.part(learn)
-            mine = known.linear([contexts[i] for i in learn], self.measured[own[learn]])
-            table = mine.adapted()
-        judged = slopes.linear(contexts, self.measured[own]).errors(table)
-        return group_error(judged[rest], self.groups[own[rest]])
 
     def inside(self, left: Mapping[str, _LeftOut]) -> dict[str, np.ndarray]:
         """Whether intervals calibrated on other groups cover each row, by what was held out.
@@ -321,6 +302,12 @@ class _Study:
             for i in np.flatnonzero(which & np.isfinite(score)):
                 scores.setdefault(own.known[i], []).append((str(self.groups[i]), float(score[i])))
         return scores
+
+
+def _adapted_error(linear: Linear[EffectTable], groups: np.ndarray, learn: np.ndarray) -> float:
+    """Error on the runs of a source that are not used for calibration."""
+    known = np.isin(np.arange(len(groups)), learn)
+    return group_error(linear.errors(linear.adapted(known))[~known], groups[~known])
 
 
 def run_train_steps(console: Console, settings: TableSettings) -> StepModel:

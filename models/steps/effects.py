@@ -218,11 +218,6 @@ class Slopes(NamedTuple):
         whole = np.array([self.table.log_factors(context)[WHOLE] for context in contexts])
         return Linear.around(self.table, contexts, self.slope, measured, self.level + whole)
 
-    def part(self, which: np.ndarray) -> Slopes:
-        """Slopes of some of the steps."""
-        slope = {cost: values[which] for cost, values in self.slope.items()}
-        return Slopes(self.table, self.level[which], slope)
-
 
 def slopes_at(simulate: Simulate, table: EffectTable, count: int) -> Slopes:
     """Simulate levels and finite-difference slopes of ``count`` steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -99,6 +99,20 @@ def far_off(name: str, logs: float) -> str:
         f"used, because no published run is off by {FAR:.0f}; check that it is in the unit of its "
         "column and of the run that the row describes"
     )
+
+
+def plausible(names: Sequence[str], logs: np.ndarray, tell: Callable[[str], None]) -> np.ndarray:
+    """Mask of the measurements that are not :func:`far_off`, bool, shape ``(n,)``.
+
+    Args:
+        names: Name of each measurement's row and figure, with its value and unit.
+        logs: ``log(measured / predicted)`` of the model before the calibration, shape ``(n,)``.
+        tell: Called with the reason for each of the others.
+    """
+    reasons = [far_off(name, log) for name, log in zip(names, logs.tolist(), strict=True)]
+    for reason in filter(None, reasons):
+        tell(reason)
+    return np.array([not reason for reason in reasons], bool)
 
 
 def mean_error(logs: np.ndarray) -> float:

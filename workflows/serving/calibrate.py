@@ -33,7 +33,7 @@ from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_engine import memory_share
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
-from ..measured.calibration_samples import check_unseen, far_off
+from ..measured.calibration_samples import check_unseen, plausible
 from .rows import FEWEST, Tell, above_floor, observer
 
 if TYPE_CHECKING:
@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 #: Source of rows that do not specify one.
 OWN = "own"
 #: Descriptions of metrics.
-_FIGURE = {"tpot": "time per output token", "per_token": "inverse throughput"}
+_FIGURE = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "per_token": "inverse throughput",
+}
 #: Column with the capacity of an engine's KV cache in tokens, which vLLM and SGLang log at start.
 CACHE = "kv_cache_tokens"
 
@@ -104,13 +108,7 @@ def calibrate_serving(
     linear = linear_serving(seen, contexts, model.effects)
     effects = linear.adapted()
     before, after = linear.errors(model.effects), linear.errors(effects)
-    left = np.full(len(before), np.nan)
-    for row in np.unique(seen.rows) if len(own) > 1 else []:
-        judged = seen.rows == row
-        others = Observed(*(column[~judged] for column in seen))
-        if len(others.rows):
-            without = linear_serving(others, contexts, model.effects).adapted()
-            left[judged] = linear.errors(without)[judged]
+    left = linear.left_out(seen.rows)
     errors = pd.DataFrame({"metric": seen.metrics})
     for name, logs in (("before", before), ("after", after), ("unseen", left)):
         errors[name] = np.abs(np.expm1(-logs))
@@ -161,17 +159,12 @@ def _near(rows: Sequence[ServingRow], seen: Observed, tell: Tell) -> Observed:
     Raises:
         DatasetError: No measurement is plausible.
     """
-    why = [
-        ""
-        if metric == "ttft"
-        else far_off(f"{rows[at].id}: {_FIGURE[metric]} of {np.exp(own):.3g} s", own - simulated)
-        for at, metric, own, simulated in zip(
-            seen.rows, seen.metrics, seen.measured, seen.simulated, strict=True
-        )
+    names = [
+        f"{rows[at].id}: {_FIGURE[metric]} of {np.exp(own):.3g} s"
+        for at, metric, own in zip(seen.rows, seen.metrics, seen.measured, strict=True)
     ]
-    for reason in filter(None, why):
-        tell(reason)
-    near = np.array([not reason for reason in why])
+    logs = np.where(seen.metrics == "ttft", 0.0, seen.measured - seen.simulated)
+    near = plausible(names, logs, tell)
     if not near.any():
         raise DatasetError(
             "no row to calibrate on: all differ implausibly from the predictions",

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from opcast.models.effects import WHOLE
-from opcast.models.steps.effects import PRIOR, EffectTable, StepContext, fit_effects, slopes_at
+from opcast.models.steps.effects import (
+    PRIOR,
+    EffectTable,
+    Slopes,
+    StepContext,
+    fit_effects,
+    slopes_at,
+)
 from opcast.models.steps.model import StepModel, interval_ends
 from opcast.models.trust.calibrator import Calibrator
 
@@ -75,6 +82,22 @@ def test_a_few_steps_tell_of_a_new_cluster(count: int, left: float) -> None:
     assert np.abs(said - measured).mean() < left * before
     assert table.values["between/cluster/mine|h100-sxm"] > 0.1
     assert StepModel(table).tier(contexts[0]) == "cluster"
+
+
+def test_steps_left_out_of_a_linear_model_teach_it_nothing() -> None:
+    contexts = [context("a", f"mine|{name}") for name in ("h100-sxm", "h100-sxm", "l4", "t4")]
+    simulate, known = Additive(contexts), EffectTable({"between/cluster/mine|t4": 0.1})
+    slopes = slopes_at(simulate, known, 4)
+    measured = slopes.level + np.array([0.3, 0.5, -0.2, 0.4])
+    linear = slopes.linear(contexts, measured)
+    slope = {cost: values[:3] for cost, values in slopes.slope.items()}
+    part = Slopes(known, slopes.level[:3], slope).linear(contexts[:3], measured[:3])
+    adapted = linear.adapted(np.arange(4) < 3)
+    assert adapted.values == pytest.approx(part.adapted().values)
+    assert adapted.values["between/cluster/mine|t4"] == 0.1
+    left = linear.left_out(np.arange(4))
+    assert left[3] == linear.errors(adapted)[3]
+    assert np.isnan(linear.left_out(np.zeros(4))).all()
 
 
 def test_what_is_known_of_a_step_decides_the_interval() -> None:
