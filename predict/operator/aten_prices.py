@@ -297,7 +297,7 @@ def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
         op.flops() / spec.matrix_peak("f32") if w.kind == PRODUCT and w.dtype == "f32" else 0.0
         for w, op in zip(found, each, strict=True)
     ]
-    return times * np.maximum(full, least_seconds(each, spec))
+    return np.asarray(times * np.maximum(full, least_seconds(each, spec)))
 
 
 def raised(times: np.ndarray, least: np.ndarray) -> np.ndarray:
