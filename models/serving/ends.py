@@ -35,6 +35,9 @@ UNCALIBRATED = (-NORMAL_90, NORMAL_90)
 BOUNDED = 0.95
 #: Fewest latencies to calibrate an interval on.
 LEAST = 20
+#: Power of a group's size in its total weight, between 0 (groups count equally) and 1 (runs do).
+#: With 0.5, 94 to 97 % of the runs of held-out sources were inside.
+GROUP_POWER = 0.75
 
 
 class EndKey(NamedTuple):
@@ -105,7 +108,7 @@ class Score(NamedTuple):
         key: Key of its interval.
         tier: Most similar measured runs of its row, one of :data:`TIERS`.
         context: Levels of its row.
-        group: Group of its row; groups are weighted by the square root of their size.
+        group: Group of its row; a group's weight is its size to the power of :data:`GROUP_POWER`.
         latency: Index of the latency, which may be held out in several ways.
         error: Logarithm of measured over predicted.
         spread: Predicted standard deviation of the error.
@@ -168,11 +171,11 @@ def _errors(key: EndKey, scores: Sequence[Score]) -> tuple[np.ndarray, np.ndarra
     units = np.array([FOREIGN if score.tier == TIERS[-1] else 1.0 for score in scores])
     values = np.array([score.error / score.spread for score in scores]) / units
     _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    weight = counts[index] ** -0.5
+    weight = counts[index] ** (GROUP_POWER - 1.0)
     if key.place == ELSEWHERE:
-        # A new cluster is further off than all of n measured ones with a probability of about 1/n.
+        # Standard factor of an interval for one more cluster after n measured ones.
         clusters = [score.context.get("cluster", "") for score in scores]
-        values = values * (1.0 + 1.0 / _number(clusters, weight))
+        values = values * (1.0 + 1.0 / _number(clusters, weight)) ** 0.5
     return values, weight
 
 
