@@ -19,8 +19,9 @@ import numpy as np
 from ...common.errors import DeviceError, ModelError
 from ...common.files import parse_json
 from ...common.types import typed
-from ...features.devices.catalogue import device_names, find_device, in_catalogue
+from ...features.devices.catalogue import base_of, device_names, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec
+from ...features.devices.rules import IDLE_W
 from ..core.registry import PRETRAINED
 from ..trust.calibrator import with_error
 
@@ -55,6 +56,8 @@ _LEAST_CLOCK = 0.1
 #: Least cap as a fraction of the limit: drivers allow 100 of an A100's 400 W and 200 of an H100's
 #: 700 W (from memory).
 LEAST_CAP = 0.25
+#: Rounding of a limit that a file's rule scales.
+_ROUNDING = 1e-6
 #: Fraction of the cores' power while a board waits: collective kernels poll on some of them.
 #: Engineering estimate; a third is 270 of an H200's 700 W.
 _POLLING = 0.3
@@ -354,6 +357,33 @@ def cap_share(watts: float | None, spec: DeviceSpec) -> float:
             hint="its limit, and a quarter of it",
         )
     return watts / spec.power_w
+
+
+def fed(watts: float | None, spec: DeviceSpec) -> tuple[DeviceSpec, float]:
+    """A device with the limit that its units are made for, and its power as a fraction of that.
+
+    A design whose file gives less power than its base has for the same cores and clock is the chip
+    with the base's power under a cap.
+
+    Args:
+        watts: A cap in watts; ``None`` for the device's own limit.
+        spec: The device.
+
+    Raises:
+        DeviceError: See :func:`cap_share`.
+    """
+    cap, base = cap_share(watts, spec), base_of(spec)
+    if not spec.power_w or base is None or base.name != spec.base:
+        return spec, cap
+    grown = spec.matrix_peak("f32") / base.matrix_peak("f32")
+    if spec.clock_hz and base.clock_hz:
+        cores = spec.core_count * spec.clock_hz / (base.core_count * base.clock_hz)
+        # Cores may have wider units, which a file without a limit feeds as well.
+        grown = min(grown, cores)
+    full = base.power_w + (grown - 1.0) * max(base.power_w - IDLE_W, 0.0)
+    if spec.power_w > (1.0 - _ROUNDING) * full:
+        return spec, cap
+    return replace(spec, power_w=full), cap * spec.power_w / full
 
 
 def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw) -> np.ndarray:

@@ -18,7 +18,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
-from ...models.power.law import board_law, cap_share, under_cap
+from ...models.power.law import board_law, fed, under_cap
 from ...models.steps.effects import OWN, StepContext, device_context, is_compiled
 from ...models.steps.memory import interval_of, law_of, weight_copies
 from ...models.steps.model import StepModel
@@ -232,7 +232,7 @@ class StepPredictor:
         self.spec = cluster_device(cluster) if device is None else resolve_device(device, {})
         self.framework, self.compiled = framework.lower(), compiled
         self.learned, self.source = learned or StepModel.find(), source
-        self.cap = cap_share(power_cap_w, self.spec)
+        self.spec, self.cap = fed(power_cap_w, self.spec)
         self.latency = latency or OperatorLatency(self.spec, model, self.cap)
         #: Predictor without the power cap; its step is never slower.
         self.free: StepPredictor | None = None

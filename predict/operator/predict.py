@@ -21,7 +21,7 @@ from ...features.operators.columns import OpRows
 from ...features.operators.features import op_features
 from ...features.operators.query import OTHER_LIBRARIES, parse_op
 from ...models.core.store import read_manifest
-from ...models.power.law import Work, board_law, cap_share, capped
+from ...models.power.law import Work, board_law, capped, fed
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, find_model, is_untrained, read_operators
 from .case import OperatorCase
@@ -104,10 +104,10 @@ def operator_prices(case: OperatorCase) -> tuple[DeviceSpec, Callable[[DeviceSpe
 def _estimate(
     row: JsonObject, bundle: OpModel, spec: DeviceSpec, power_cap_w: float | None
 ) -> OpEstimate:
+    spec, cap = fed(power_cap_w, spec)
     rows = OpRows.of_one({**row, "device": spec.name})
     prediction, libraries = bundle.with_members(rows, spec)
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
-    cap = cap_share(power_cap_w, spec)
     if cap < 1.0:
         times = capped(times, _work(rows, row["key"], spec, times[:, 0]), cap, board_law(spec))
         libraries = [_capped_member(m, rows, row["key"], spec, cap) for m in libraries]
@@ -201,7 +201,7 @@ def explain_operator(case: OperatorCase, data: Sequence[Path] = (), k: int = 3) 
     from ...models.operators.explain import explain_op
 
     row, bundle, spec = asked_operator(case)
-    cap = cap_share(case.power_cap_w, spec)
+    spec, cap = fed(case.power_cap_w, spec)
     measured = measured_rows(data, row["key"], spec.name) if data else None
     found = explain_op(bundle.families[row["key"]], row, spec, measured, k)
     rows = OpRows.of_one({**row, "device": spec.name})

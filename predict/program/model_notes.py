@@ -99,10 +99,8 @@ def rematerialised(kernels: Sequence[Kernel], latency: np.ndarray) -> tuple[str,
     )
 
 
-def capped_note(watts: float | None) -> tuple[str, ...]:
-    """Return a note that the device is power-capped; none without a cap."""
-    if watts is None:
-        return ()
+def capped_note(watts: float) -> tuple[str, ...]:
+    """Return a note that the device is power-capped."""
     return (
         f"held below {watts:g} W: kernels are slowed down as the power law lowers the clock "
         "(docs/simulate.md)",

@@ -15,7 +15,7 @@ from ...common.errors import StrictError
 from ...common.interval import Interval, latency_fields
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...models.power.energy import capped_kernels, capped_total, program_energy
-from ...models.power.law import cap_share
+from ...models.power.law import fed
 from ...models.program.fused_error import lowering_note
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
@@ -190,7 +190,7 @@ class Predictor:
             UnknownCallError: A kernel runs an unknown custom call.
         """
         device = resolve_device(device, self.devices)
-        cap = cap_share(power_cap_w, device)
+        device, cap = fed(power_cap_w, device)
         model = self.model_for(device)
         kernels = model.predict_kernels(lowered.kernels, device)
         if device.platform == "tpu":
@@ -236,7 +236,7 @@ class Predictor:
                 *lowered.notes,
                 *([_OPEN_NOTE] if endless.any() else []),
                 *formed,
-                *(capped_note(power_cap_w) if cap < 1.0 else ()),
+                *(capped_note(cap * device.power_w) if cap < 1.0 else ()),
                 *standing,
             ),
             # A value that the user's own device file could give is not a limit of the model.

@@ -59,7 +59,46 @@ def test_what_an_operator_waits_for_has_the_elasticity(op, first, device):
         assert one.lo <= one.value <= one.hi
         # No rate makes it slower, and together they are no more than the time.
         assert -1.02 < one.value < 0.15
-    assert sum(one.value for one in found.elasticities) > -1.1
+    # The power limit bounds the clock of the units at all rates.
+    by_rate = {one.rate: one.value for one in found.elasticities}
+    assert -0.5 < by_rate.pop("power_w") <= 0.0
+    assert sum(by_rate.values()) > -1.1
+
+
+@pytest.mark.parametrize("watts", [350, 200])
+def test_a_design_with_less_power_is_its_base_under_a_cap(own, tmp_path, watts):
+    path = own(f"name: cool\nbase: h100-sxm\npower_w: {watts}\n")
+    for op in (STREAM, PRODUCT):
+        capped = predict_op(OperatorCase(op, "h100-sxm", power_cap_w=watts))
+        design = predict_op(OperatorCase(op, path))
+        assert design.latency_us == capped.latency_us
+        assert (design.lo_us, design.hi_us) == (capped.lo_us, capped.hi_us)
+    program = build_program("mlp batch=4096 features=4096 width=4096 layers=2")
+    predictor, lowered = load(), lower(program, "fused", device=find_device("h100-sxm"))
+    free = predictor.predict_lowered(lowered, "h100-sxm")
+    capped = predictor.predict_lowered(lowered, "h100-sxm", power_cap_w=watts)
+    design = predictor.predict_lowered(lowered, path)
+    assert design.latency_us == capped.latency_us > 1.2 * free.latency_us
+    assert design.energy == capped.energy and f"held below {watts} W" in str(design.notes)
+
+
+def test_the_power_of_a_design_is_per_core(own):
+    """Half the cores need no more than half the power; twice of them share the base's limit."""
+
+    def time(text: str) -> float:
+        return predict_op(
+            OperatorCase(PRODUCT, own(f"name: new\nbase: h100-sxm\n{text}\n"))
+        ).latency_us
+
+    assert time("core_count: 66\npower_w: 360") == time("core_count: 66")
+    both = time("core_count: 264\npower_w: 700")
+    # 20 W and twice 680 W feed 264 cores.
+    path = own("name: new\nbase: h100-sxm\ncore_count: 264\n")
+    fed = predict_op(OperatorCase(PRODUCT, path, power_cap_w=700.0))
+    assert both == pytest.approx(fed.latency_us, rel=1e-9)
+    assert time("core_count: 264") < both < time("power_w: 700")
+    # A higher limit than the cores ask for does not slow anything.
+    assert time("power_w: 1400") <= time("power_w: 700")
 
 
 def test_designs_beside_their_base(own):
