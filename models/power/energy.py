@@ -17,7 +17,8 @@ from ...features.table.roofline import compute_seconds, main_bytes
 from ...features.table.row import rows
 from ..core.base import KernelPrediction
 from ..trust.calibrator import with_error
-from .law import Work, board_law, capped, held, shipped_law, slower, under_cap
+from .caps import capped, under_cap
+from .law import Work, board_law, held, made_like, shipped_law, slower
 
 
 def energy(
@@ -123,15 +124,16 @@ def capped_total(total: Interval, device: DeviceSpec, cap: float, least: float) 
 def _work(kernels: Sequence[Kernel], latency: np.ndarray, device: DeviceSpec) -> Work:
     """Utilizations of a device's units by kernels."""
     row = rows(kernels)
-    matrix, vector = compute_seconds(row, device)
+    busy, like = (np.add(*compute_seconds(row, on)) for on in (device, made_like(device)))
     return Work.of(
-        matrix + vector,
+        busy,
         main_bytes(row, device),
         np.maximum(latency, 1e-12),
         np.full(len(kernels), device.floor),
         1.0,
         device.bandwidth,
         np.zeros(len(kernels), bool),
+        np.divide(like, busy, out=np.ones(len(kernels)), where=busy > 0.0),
     )
 
 

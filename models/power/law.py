@@ -16,14 +16,12 @@ from operator import eq
 
 import numpy as np
 
-from ...common.errors import DeviceError, ModelError
+from ...common.errors import ModelError
 from ...common.files import parse_json
 from ...common.types import typed
-from ...features.devices.catalogue import base_of, device_names, find_device, in_catalogue
+from ...features.devices.catalogue import device_names, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec
-from ...features.devices.rules import IDLE_W
 from ..core.registry import PRETRAINED
-from ..trust.calibrator import with_error
 
 #: Sharpness of the limit: at 8, a demand equal to the limit gives 92 % of it, one of 1.3 times 99
 #: %, like boards that regulate to their limit (H200 in the kernel pack: 690 of 700 W).
@@ -53,11 +51,6 @@ _LEAST_VOLTAGE = 0.6
 _LEAST_RATE = 1e-4
 #: Least fraction of the clock; a tenth is below what boards run at (engineering estimate).
 _LEAST_CLOCK = 0.1
-#: Least cap as a fraction of the limit: drivers allow 100 of an A100's 400 W and 200 of an H100's
-#: 700 W (from memory).
-LEAST_CAP = 0.25
-#: Rounding of a limit that a file's rule scales.
-_ROUNDING = 1e-6
 #: Fraction of the cores' power while a board waits: collective kernels poll on some of them.
 #: Engineering estimate; a third is 270 of an H200's 700 W.
 _POLLING = 0.3
@@ -68,7 +61,8 @@ class Work:
     """Utilization of units while kernels run, shape ``(n,)`` each.
 
     Attributes:
-        matrix: FLOP/s over the dense matrix peak of the dtype.
+        matrix: FLOP/s over the dense matrix peak of the dtype; of a design, over that of the chip
+            that it is made like.
         memory: Bytes/s over the bandwidth of main memory.
         busy: Fraction of the time without fixed costs (launch, ramps).
         attention: Whether the kernel is fused attention, whose matrix unit waits for exponentials.
@@ -93,11 +87,15 @@ class Work:
         peak: np.ndarray | float,
         bandwidth: np.ndarray | float,
         attention: np.ndarray,
+        grown: np.ndarray | float = 1.0,
     ) -> Work:
-        """Utilizations of kernels that take ``seconds``, including ``fixed`` costs."""
+        """Utilizations of kernels that take ``seconds``, including ``fixed`` costs.
+
+        ``grown`` is the peak over that of the chip that a design is made like.
+        """
         # Rates above the data sheet's are due to unstated clocks or caches.
         return cls(
-            np.clip(flops / (seconds * peak), 0.0, 1.0),
+            np.clip(flops / (seconds * peak), 0.0, 1.0) * grown,
             np.clip(moved / (seconds * bandwidth), 0.0, 1.0),
             np.clip(1.0 - fixed / seconds, 0.0, 1.0),
             np.asarray(attention, bool),
@@ -132,6 +130,7 @@ class PowerLaw:
         uncounted: Power of cores without counted work; an estimate that trees correct.
         silicon: Measured chips by architecture.
         ends: Bounds of the 90 % interval as logarithms, from held-out rows.
+        wider: Bandwidth over that of the chip whose joules these are.
     """
 
     idle: float
@@ -142,15 +141,45 @@ class PowerLaw:
     uncounted: float = _UNCOUNTED
     silicon: dict[str, Silicon] = field(default_factory=dict)
     ends: tuple[float, float] = (-0.5, 0.5)
+    wider: float = 1.0
 
     def on(self, spec: DeviceSpec) -> PowerLaw:
         """The law of a device, in fractions of its own limit.
 
         Joules per operation and byte, and watts per core and clock, are those of the measured chip
-        of its architecture, or for an unmeasured architecture those of the catalogue chip that it
-        is or resembles. For a chip without an architecture, joules are those of the newest measured
-        chip, and idle power and cores take fractions of its own limit.
+        of its architecture; a chip of an unmeasured architecture takes fractions of its own limit.
+        Without an architecture, joules are those of the newest measured chip. A design takes the
+        joules of the chip that it is made like, and idles as its hardware has grown.
         """
+        chip = made_like(spec)
+        if chip is spec:
+            return self._measured_on(spec)
+        return self._measured_on(chip)._grown(chip, spec)
+
+    def _grown(self, chip: DeviceSpec, spec: DeviceSpec) -> PowerLaw:
+        """The law of a chip as that of a design made like it.
+
+        Work takes the same joules on more cores. What is idle leaks: idle power is divided over
+        cores, matrix units and memory like their power at full rate, and grows with each.
+        """
+        watts, wider = chip.power_w / spec.power_w, spec.bandwidth / chip.bandwidth
+        slower = chip.clock_hz / spec.clock_hz if chip.clock_hz and spec.clock_hz else 1.0
+        lanes = spec.vector_peak("f32") / chip.vector_peak("f32") * slower
+        arrays = spec.matrix_peak("bf16") / chip.matrix_peak("bf16") * slower
+        parts = np.array([self.active[0], self.matrix[0], self.memory])
+        hardware = float(parts @ [lanes, arrays, wider] / parts.sum())
+        return replace(
+            self,
+            idle=self.idle * watts * hardware,
+            active=(self.active[0] * watts, self.active[1] * watts),
+            matrix=(self.matrix[0] * watts, self.matrix[1] * watts),
+            memory=self.memory * watts * wider,
+            uncounted=self.uncounted * watts,
+            wider=wider,
+        )
+
+    def _measured_on(self, spec: DeviceSpec) -> PowerLaw:
+        """The law of a chip of the catalogue, or of one without architecture."""
         own = self.silicon.get(spec.architecture)
         base = find_device(own.device) if own else _like(spec)
         idle = own.idle if own else self.idle
@@ -178,10 +207,11 @@ class PowerLaw:
 
     def _parts(self, work: Work) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Power of the cores, of matrix products and of the memory."""
-        rate = np.maximum(np.maximum(work.matrix, work.memory), _LEAST_RATE)
+        rate = np.maximum(np.maximum(work.matrix, work.memory * self.wider), _LEAST_RATE)
         active = np.where(work.attention, self.active[1], self.active[0])
         matrix = np.where(work.attention, self.matrix[1], self.matrix[0])
-        active = active * work.busy * rate**self.stalled
+        # Beyond the rates of the measured cores, a design has more of them at work.
+        active = active * work.busy * np.where(rate > 1.0, rate, rate**self.stalled)
         return active, matrix * work.matrix, self.memory * work.memory
 
     def share(self, work: Work) -> np.ndarray:
@@ -274,6 +304,19 @@ def _like(spec: DeviceSpec) -> DeviceSpec | None:
     return chips[int(np.argmax(same))] if chips else None
 
 
+def made_like(spec: DeviceSpec) -> DeviceSpec:
+    """The catalogue chip whose joules a design takes; other devices themselves."""
+    if in_catalogue(spec.name):
+        return spec
+    chip = find_device(spec.base) if spec.base and in_catalogue(spec.base) else _like(spec)
+    return chip if chip is not None and chip.power_w and spec.power_w else spec
+
+
+def grown_peak(spec: DeviceSpec, dtype: str) -> float:
+    """Matrix peak over that of the chip that a design is made like; 1 for other devices."""
+    return spec.matrix_peak(dtype) / made_like(spec).matrix_peak(dtype)
+
+
 def board_law(spec: DeviceSpec) -> PowerLaw:
     """The shipped law on a device whose power limit is known."""
     return shipped_law().on(spec)
@@ -333,81 +376,3 @@ def fit_law(
     start = np.array([0.4, 0.3, 0.6, 0.6, 0.3])
     found = least_squares(left, start, bounds=(0.0, _MOST), loss="soft_l1", f_scale=0.05)
     return law(found.x)
-
-
-def cap_share(watts: float | None, spec: DeviceSpec) -> float:
-    """A power cap as a fraction of a device's limit; 1 without a cap.
-
-    Raises:
-        DeviceError: The limit is unknown, or the cap is outside the allowed range.
-    """
-    if watts is None:
-        return 1.0
-    if not spec.power_w:
-        raise DeviceError(
-            "a power cap needs the device's power limit",
-            where=spec.name,
-            hint="give power_w in a device file",
-        )
-    least = LEAST_CAP * spec.power_w
-    if not least <= watts <= spec.power_w:
-        raise DeviceError(
-            f"a power cap of {watts:g} W is outside {least:g} to {spec.power_w:g} W",
-            where=spec.name,
-            hint="its limit, and a quarter of it",
-        )
-    return watts / spec.power_w
-
-
-def fed(watts: float | None, spec: DeviceSpec) -> tuple[DeviceSpec, float]:
-    """A device with the limit that its units are made for, and its power as a fraction of that.
-
-    A design whose file gives less power than its base has for the same cores and clock is the chip
-    with the base's power under a cap.
-
-    Args:
-        watts: A cap in watts; ``None`` for the device's own limit.
-        spec: The device.
-
-    Raises:
-        DeviceError: See :func:`cap_share`.
-    """
-    cap, base = cap_share(watts, spec), base_of(spec)
-    if not spec.power_w or base is None or base.name != spec.base:
-        return spec, cap
-    grown = spec.matrix_peak("f32") / base.matrix_peak("f32")
-    if spec.clock_hz and base.clock_hz:
-        cores = spec.core_count * spec.clock_hz / (base.core_count * base.clock_hz)
-        # Cores may have wider units, which a file without a limit feeds as well.
-        grown = min(grown, cores)
-    full = base.power_w + (grown - 1.0) * max(base.power_w - IDLE_W, 0.0)
-    if spec.power_w > (1.0 - _ROUNDING) * full:
-        return spec, cap
-    return replace(spec, power_w=full), cap * spec.power_w / full
-
-
-def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw) -> np.ndarray:
-    """Times with interval bounds under a cap, shape ``(n, 3)``.
-
-    The error of the law widens intervals where the clock is reduced (:meth:`PowerLaw.error`).
-
-    Args:
-        times: Seconds with both bounds without a cap, shape ``(n, 3)``.
-        work: Utilizations.
-        cap: Fraction of the limit.
-        law: The law of the device.
-    """
-    slower = law.slowdown(work, cap)
-    made = times * slower[:, None]
-    ratios = made[:, 1:] / made[:, :1]
-    wide = np.stack([under_cap(low, high, cap, law) for low, high in ratios])
-    made[:, 1:] = made[:, :1] * np.where(slower[:, None] > 1.0, wide, ratios)
-    # A cap makes nothing faster: lower bounds are at least those without it.
-    made[:, 1] = np.maximum(made[:, 1], times[:, 1])
-    return np.asarray(made)
-
-
-def under_cap(low: float, high: float, cap: float, law: PowerLaw) -> tuple[float, float]:
-    """Interval bounds relative to the middle, with the law's error under a cap added."""
-    below, above = with_error((np.log(low), np.log(high)), law.error(cap))
-    return float(np.exp(below)), float(np.exp(above))

@@ -17,8 +17,9 @@ from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators.op import Op
 from ...models.operators import OpModel
+from ...models.power.caps import fed, under_cap
 from ...models.power.energy import cost_fields, energy_fields
-from ...models.power.law import board_law, fed, under_cap
+from ...models.power.law import board_law
 from ...models.steps.effects import OWN, StepContext, device_context, is_compiled
 from ...models.steps.memory import interval_of, law_of, weight_copies
 from ...models.steps.model import StepModel

@@ -17,7 +17,8 @@ from ...features.operators.op import QUANTIZED, Op
 from ...features.operators.physics import fitted
 from ...models.gpu.attention import attention_key, flash_attention, lacks_bf16
 from ...models.operators import OpModel
-from ...models.power.law import board_law, capped
+from ...models.power.caps import capped
+from ...models.power.law import board_law
 from ..locate import load_operators
 from .prices import MATRIX_SHARE, REACH, Reach, Row, price, work_of
 

@@ -14,8 +14,8 @@ from ...common.collection import paused_collection
 from ...common.errors import StrictError
 from ...common.interval import Interval, latency_fields
 from ...features.kernels.kernel import Kernel, LoweredProgram
+from ...models.power.caps import fed
 from ...models.power.energy import capped_kernels, capped_total, program_energy
-from ...models.power.law import fed
 from ...models.program.fused_error import lowering_note
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained

@@ -17,15 +17,15 @@ from opcast.features.devices.catalogue import find_device
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
 from opcast.models.core.registry import PRETRAINED
 from opcast.models.operators import OpModel
+from opcast.models.power.caps import cap_share, capped
 from opcast.models.power.energy import cost_fields, cost_of, energy, energy_fields, starved
 from opcast.models.power.law import (
     PowerLaw,
     Silicon,
     Work,
     board_law,
-    cap_share,
-    capped,
     fit_law,
+    grown_peak,
     held,
     shipped_law,
 )
@@ -106,7 +106,9 @@ def test_chips_that_nobody_measured() -> None:
     assert MEASURED.on(mi300x) == replace(MEASURED, idle=0.25)
     wide = replace(mi300x, name="wide", levels=(*mi300x.levels[:-1], doubled(mi300x)))
     assert MEASURED.on(wide).memory == pytest.approx(2 * 0.4)
-    assert MEASURED.on(wide).idle == 0.25 and MEASURED.on(wide).matrix == (0.5, 1.0)
+    # Of what idles, 0.4 of 0.3 + 0.5 + 0.4 is the memory's, of which there is twice as much.
+    assert MEASURED.on(wide).idle == pytest.approx(0.25 * (0.3 + 0.5 + 2 * 0.4) / 1.2)
+    assert MEASURED.on(wide).matrix == (0.5, 1.0)
     # Without an architecture: the joules of the newest measured chip, cores by the own limit.
     alone = MEASURED.on(replace(mi300x, name="alone", architecture=""))
     assert (alone.idle, alone.active) == (0.25, LAW.active)
@@ -119,28 +121,58 @@ def doubled(spec: DeviceSpec) -> MemoryLevel:
 
 @pytest.mark.parametrize("name", ["h200-sxm", "b200", "mi300x", "l40s", "v100-pcie"])
 def test_the_same_bytes_at_twice_the_bandwidth_do_not_take_half_the_joules(name: str) -> None:
-    """Time × power is joules a byte, and what idles and polls over the time."""
+    """Time × power is joules a byte, and what idles and waits for bytes over the time."""
     base, size = find_device(name), 1e9
     wide = replace(base, name="wide", levels=(*base.levels[:-1], doubled(base)))
     law = board_law(base)
+    # Twice the memory idles, and cores handle bytes at 1.6 times the base's bandwidth.
+    parts = law.active[0] + law.matrix[0] + law.memory
+    rest = (law.idle + law.active[0] * 0.8**law.stalled,
+            law.idle * (1 + law.memory / parts) + law.active[0] * 1.6)  # fmt: skip
     joules = []
-    for spec in (base, wide):
-        own, seconds = board_law(spec), size / spec.bandwidth / 0.8
-        demand = own.demand(work(0.0, 0.8))[0]
+    for spec, watts in zip((base, wide), rest, strict=True):
+        seconds = size / spec.bandwidth / 0.8
+        demand = board_law(spec).demand(work(0.0, 0.8))[0]
         joules.append(demand * spec.power_w * seconds)
-        # Both keep the bytes at joules of the base, and the rest at watts of the base.
-        rest = law.idle + law.active[0] * 0.8**law.stalled
         moved = law.memory * base.power_w / base.bandwidth * size
-        assert joules[-1] == pytest.approx(rest * base.power_w * seconds + moved)
+        assert joules[-1] == pytest.approx(watts * base.power_w * seconds + moved)
     assert joules[0] > joules[1] > 0.55 * joules[0]
 
 
 def test_products_at_a_seventh_of_the_peak_take_the_same_joules_an_operation() -> None:
     h100 = find_device("h100-sxm")
     slow = replace(h100, name="slow", peak_flops={k: v / 7 for k, v in h100.peak_flops.items()})
-    fast_law, slow_law = board_law(h100), board_law(slow)
-    assert slow_law.matrix[0] == pytest.approx(fast_law.matrix[0] / 7)
-    assert (slow_law.idle, slow_law.active) == (fast_law.idle, fast_law.active)
+    law, own = board_law(h100), board_law(slow)
+    assert (own.active, own.matrix) == (law.active, law.matrix)
+    assert grown_peak(slow, "bf16") == pytest.approx(1 / 7) and grown_peak(h100, "f32") == 1.0
+    # A seventh of the operations a second takes a seventh of the power.
+    rates = np.ones(1), np.zeros(1), np.ones(1), np.zeros(1)
+    some = Work.of(*rates, 1.0, 1.0, np.zeros(1, bool), grown_peak(slow, "bf16"))
+    assert some.matrix[0] * own.matrix[0] == pytest.approx(law.matrix[0] / 7)
+    # Matrix units of that size leak less.
+    assert 0.6 * law.idle < own.idle < 0.8 * law.idle
+
+
+def test_twice_the_cores_leak_but_do_not_work_twice() -> None:
+    """A stream takes its bytes' joules, as cores that wait, and idle power of more hardware."""
+    base = find_device("mi300x")
+    peaks, lanes = ({k: 2 * v for k, v in r.items()} for r in (base.peak_flops, base.vector_flops))
+    more = replace(
+        base, name="more", base=base.name, core_count=608, power_w=1480.0,
+        peak_flops=peaks, vector_flops=lanes,
+    )  # fmt: skip
+    law, stream = board_law(base), work(0.0, 0.8)
+    before, after = (board_law(s).demand(stream)[0] * s.power_w for s in (base, more))
+    units = law.active[0] + law.matrix[0]
+    grown = law.idle * units / (units + law.memory)
+    assert after - before == pytest.approx(grown * base.power_w)
+    assert 1.1 < after / before < 1.3
+    # Products at their peak: twice the operations a second take twice the power, less the memory's.
+    full = Work(np.full(1, 2.0), np.zeros(1), np.ones(1), np.zeros(1, bool))
+    once, twice = (
+        board_law(s).demand(w)[0] * s.power_w for s, w in ((base, work(1.0, 0.0)), (more, full))
+    )
+    assert 1.9 < twice / once < 2.0
 
 
 def test_energy_of_a_device_that_waits_for_half_of_the_time() -> None:
