@@ -194,11 +194,14 @@ class GpuEstimator:
         """Predict distinct kernels on a design: those on its base, times the physical ratio."""
         found, table = self.predict(kernels, base), kernel_table(kernels, device)
         # Under the same name, so that both take the same routes.
+        here_as = replace(device, name=base.name, base=base.name)
         there, here = (
             self._physics._predict(kernels, spec, kernel_table(kernels, spec)).latency
-            for spec in (base, replace(device, name=base.name))
+            for spec in (base, here_as)
         )
-        ratio = here / there
+        # Attention has a start of its own, and is no shorter than a launch either.
+        least = launch_seconds(here_as, self.memory) / found.latency
+        ratio = np.maximum(here / there, np.minimum(least, device.floor / base.floor))
         like = Likeness.of(device, base)
         tiled = np.array([k.kind in TILED for k in kernels])
         like = like._replace(reuse=np.where(tiled, like.reuse, 1.0))

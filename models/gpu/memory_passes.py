@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from ...common.types import JsonMapping
+from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ..core.registry import GPU_MODEL, PRETRAINED
 from ..core.store import read_manifest
@@ -139,7 +140,13 @@ def launch_seconds(device: DeviceSpec, params: MemoryParams) -> float:
 
 
 def launch_factor(device: DeviceSpec) -> float:
-    """Ratio of a device's launch time to that of NVIDIA's chips, at least 1."""
+    """Ratio of a device's launch time to that of NVIDIA's chips.
+
+    At least 1, except for a design, whose launch is its base's times the ratio of their floors.
+    """
+    if in_catalogue(device.base):
+        base = find_device(device.base)
+        return launch_factor(base) * device.floor / base.floor
     # All rows behind the fitted cycles are of NVIDIA's chips. On others, the launch is scaled by
     # the described floor over 2 µs (engineering estimate); an unnamed vendor counts as NVIDIA.
     return 1.0 if device.runs_cuda else max(device.floor / 2e-6, 1.0)

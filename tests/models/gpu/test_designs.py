@@ -19,6 +19,7 @@ from opcast.features.devices.catalogue import (
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.lowering.lower import lower
 from opcast.models.gpu.operator_library import Operators
+from opcast.models.gpu.memory_passes import launch_seconds, shipped_constants
 from opcast.models.trust.designs import FAR, OUTSIDE, SAME, SIBLING, drift
 from opcast.predict.designs import RATES
 from opcast.predict.operator.case import OperatorCase
@@ -167,6 +168,29 @@ def test_programs_on_random_designs(program):
         # Its own fastest and slowest, too: the matrix unit's peak cut 7-fold.
         for device in (copy, rate(copy, 1 / 7)):
             check_steps(times(device), times(rate(device, 1.01)))
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "mi300x"])
+def test_a_longer_floor_is_a_longer_launch(name):
+    """Every launch is longer by the ratio of the floors, and takes the board's idle energy."""
+    predictor, base = load(), find_device(name)
+    lowered = lower(
+        build_program("mlp batch=64 features=512 width=512 layers=4"), "fused", device=base
+    )
+    copy = replace(base, name="copy", aliases=(), base=name)
+    runs = sum(k.multiplicity for k in lowered.kernels if k.takes_time)
+    launch = launch_seconds(base, shipped_constants().memory) * 1e6
+    here = predictor.predict_lowered(lowered, copy)
+    before = here
+    for factor in (1.5, 3.0, 50.0):
+        found = predictor.predict_lowered(lowered, replace(copy, floor=factor * base.floor))
+        grown = found.latency_us - here.latency_us
+        assert grown == pytest.approx(runs * launch * (factor - 1.0), rel=0.15)
+        assert found.energy.value > before.energy.value
+        assert all(k.latency_us >= 0.999 * factor * launch for k in found.kernels)
+        before = found
+    shorter = predictor.predict_lowered(lowered, replace(copy, floor=0.5 * base.floor))
+    assert shorter.latency_us < here.latency_us and shorter.energy.value < here.energy.value
 
 
 def test_what_no_time_follows_widens_the_interval_and_is_said(own):
