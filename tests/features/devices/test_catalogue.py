@@ -598,3 +598,11 @@ def test_a_file_cannot_have_the_name_of_another_chip(tmp_path):
     probed = tmp_path / "probed.json"
     probed.write_text(replace(find_device("h100-sxm"), floor=1e-3, source="measured").to_json())
     assert device_file(probed).floor == 1e-3
+
+
+@pytest.mark.parametrize("name", ["mi50", "mi100", "mi210", "mi250x", "mi300x", "mi308x", "mi350x"])
+def test_amds_vector_units_do_integers_on_64_lanes(name):
+    """A multiply-add of each lane a clock counts as two; packed instructions are for floats."""
+    chip = find_device(name)
+    lanes = 64 * chip.core_count * chip.clock_hz
+    assert chip.vector_peak("s32") == chip.vector_peak("u32") == pytest.approx(2 * lanes, rel=0.01)
