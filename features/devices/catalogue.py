@@ -221,9 +221,11 @@ def _unnamed(device: DeviceSpec) -> DeviceSpec:
 def closest_names(name: str) -> list[str]:
     """List canonical names that are, or have an alias, closest to ``name``, best first."""
     known = _index()
-    # Several aliases may belong to one device, so more are requested than shown.
-    close = difflib.get_close_matches(device_slug(name), known, n=4 * _CLOSEST, cutoff=0.0)
-    return list(dict.fromkeys(known[slug] for slug in close))[:_CLOSEST]
+    close = difflib.get_close_matches(device_slug(name), known, n=len(known), cutoff=0.0)
+    found = list(dict.fromkeys(known[slug] for slug in close))
+    # Names of one platform or product line share their first part: cpu-…, tpu-…, rtx-….
+    first = name.lower().split("-")[0]
+    return sorted(found, key=lambda other: other.split("-")[0] != first)[:_CLOSEST]
 
 
 def load_device_file(path: Path | str) -> DeviceSpec:
@@ -366,7 +368,12 @@ def _with_base(sheet: Sheet, above: tuple[str, ...] = ()) -> Sheet:
     if base is None or base in above:
         what = f"base {sheet.texts['base']!r} is not in the catalogue"
         close = ", ".join(closest_names(sheet.texts["base"]))
-        raise DeviceError(what, where=sheet.where, hint=f"close to it: {close}")
+        raise DeviceError(
+            what,
+            where=sheet.where,
+            hint=f"close to it: {close}; a device that only a model knows is no base: edit the "
+            "figures that opcast device NAME --json prints, in a file NAME.json",
+        )
     return overlay(_with_base(_catalogue_sheet(base), (*above, base)), sheet)
 
 

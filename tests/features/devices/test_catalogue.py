@@ -253,6 +253,8 @@ def test_unknown_name_lists_the_closest() -> None:
     with pytest.raises(DeviceError, match=r"'h100-sxn' is not in the catalogue.*h100-sxm"):
         find_device("h100-sxn")
     assert closest_names("nvidia a100 sxm")[0].startswith("a100-")
+    assert [name[:4] for name in closest_names("cpu-amd-epyc-2c")[:2]] == ["cpu-", "cpu-"]
+    assert all(name.startswith("tpu-") for name in closest_names("tpu-v9"))
     # A path is no name.
     assert not in_catalogue("../devices/h100-sxm")
 
@@ -553,6 +555,10 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
             r"chip.yaml: base: 'h100' may be any of 3 devices \(name one: .*h100-sxm",
         ),
         ("name: chip\nbase: h100-sxn\n", r"base 'h100-sxn' is not in the catalogue.*h100-sxm"),
+        (
+            "name: chip\nbase: cpu-amd-epyc-2c\n",
+            r"to it: cpu-i.*; a device that only a model knows is no base: .*device NAME --json",
+        ),
     ],
 )
 def test_bad_files_name_file_and_key(text: str, what: str, tmp_path: Path) -> None:
