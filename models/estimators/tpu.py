@@ -104,8 +104,8 @@ def by_compiler(
         **{c: np.where(silent, getattr(held, c), getattr(prediction, c)) for c in columns},
     )
     own = cycles / device.clock_hz * MEASURED.get(device.name, 1.0)
-    compared = np.array([k.kind in _COMPARED for k in kernels], bool)
-    low = np.where(compared, own * np.exp(-SILICON), least_seconds(kernels, device))
+    compared = _compared(kernels)
+    low = _low(own, kernels, device)
     high = own * np.exp(np.where(compared, SILICON, SILICON_ELSE))
     inside = prediction.in_domain & compared & (device.name in MEASURED)
     return replace(
@@ -118,14 +118,25 @@ def by_compiler(
     )
 
 
+def _compared(kernels: Sequence[Kernel]) -> np.ndarray:
+    """Mask of kernels whose estimates were compared with measured times."""
+    return np.array([k.kind in _COMPARED for k in kernels], bool)
+
+
+def _low(latency: np.ndarray, kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
+    """Lower bounds of measured times around the compiler's estimates."""
+    return np.where(_compared(kernels), latency * np.exp(-SILICON), least_seconds(kernels, device))
+
+
 def _within_roofline(
     prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> KernelPrediction:
     """Limit the prediction of kernels that the TPU compiler did not generate.
 
     Learned times are at most :data:`UNSEEN` times the roofline, those of products
-    :data:`UNSEEN_PRODUCT` times, and out of domain. ``models/program/fused_error.py`` has the error
-    of whole programs.
+    :data:`UNSEEN_PRODUCT` times, and out of domain. Their lower bounds are no closer than those of
+    the compiler's own estimates, which the trees reproduce. ``models/program/fused_error.py`` has
+    the error of whole programs.
     """
     if not kernels:
         return prediction
@@ -138,10 +149,12 @@ def _within_roofline(
     most = base * np.where([k.kind == "gemm" for k in kernels], UNSEEN_PRODUCT, UNSEEN)
     learned = np.array([str(source).startswith("learned") for source in prediction.source], bool)
     high = learned & (prediction.latency > most)
+    latency = np.where(high, most, prediction.latency)
+    low = np.minimum(prediction.lo, np.maximum(_low(latency, kernels, device), device.floor))
     return replace(
         prediction,
-        latency=np.where(high, most, prediction.latency),
-        lo=np.where(high, np.minimum(prediction.lo, base), prediction.lo),
+        latency=latency,
+        lo=np.where(learned, np.where(high, np.minimum(low, base), low), prediction.lo),
         hi=np.where(high, np.clip(prediction.hi, most, most * UNSEEN), prediction.hi),
         in_domain=prediction.in_domain & ~learned,
     )

@@ -139,6 +139,20 @@ def test_a_product_of_f32_is_not_faster_than_one_of_bf16(model: TpuEstimator) ->
     assert found.hi / found.latency == pytest.approx(np.exp(0.1))
 
 
+def test_lower_bounds_of_another_lowering_are_no_closer_than_the_compilers() -> None:
+    """2^28 f32 beyond 128 MiB of VMEM at 819 GB/s; a product at exp(-0.25) of its estimate."""
+    numbers = jax.ShapeDtypeStruct((1 << 28,), jnp.float32)
+    square = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    summed = lower(jax.jit(jnp.sum).lower(numbers), "fused", device=V5E).kernels
+    product = lower(jax.jit(jnp.matmul).lower(square, square), "fused", device=V5E).kernels
+    own = [*(k for k in summed if k.takes_time), *product]
+    latency = 1.4 * roofline(own, V5E).latency_s
+    found = by_compiler(KernelPrediction.around(latency, (-0.1, 0.1), "learned"), own, V5E, unasked)
+    assert found.lo[0] == pytest.approx((2**30 - 2**27) / 819e9, rel=1e-3)
+    assert found.lo[-1] == pytest.approx(latency[-1] * np.exp(-0.25))
+    np.testing.assert_array_equal(found.hi, latency * np.exp(0.1))
+
+
 def test_what_the_compiler_says_comes_before_the_trees(model: TpuEstimator) -> None:
     own = [k for k in kernels("v5e_bias") if k.takes_time]
     learned = model.predict(own, V5E)
@@ -174,6 +188,7 @@ def test_kernels_of_another_lowering_stay_near_their_roofline(model: TpuEstimato
     near = replace(learned, latency=base * 1.4, lo=base, hi=base * 3)
     found = by_compiler(near, own, V5E, unasked)
     np.testing.assert_array_equal(found.latency, near.latency)
+    np.testing.assert_array_equal(found.hi, near.hi)
     assert not found.in_domain[held].any()
     assert any("estimated none" in note for note in model.notes(own, V5E))
     assert not any("estimated none" in note for note in model.notes(kernels("v5e_bias"), V5E))

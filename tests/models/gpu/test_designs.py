@@ -18,8 +18,8 @@ from opcast.features.devices.catalogue import (
 )
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.lowering.lower import lower
-from opcast.models.gpu.operator_library import Operators
 from opcast.models.gpu.memory_passes import launch_seconds, shipped_constants
+from opcast.models.gpu.operator_library import Operators
 from opcast.models.trust.designs import FAR, OUTSIDE, SAME, SIBLING, drift
 from opcast.predict.designs import RATES
 from opcast.predict.operator.case import OperatorCase
