@@ -24,6 +24,7 @@ from ...features.table.roofline import roofline
 from ..core.base import KernelPrediction
 from ..estimators.xgboost_trees import saved_trees
 from .context import CONTEXT, context_features, loop_factors
+from .schedule_cost import INLINE_S, inline
 
 if TYPE_CHECKING:
     from xgboost import Booster
@@ -239,15 +240,22 @@ class ContextCorrection:
 def in_loops(
     prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> KernelPrediction:
-    """Scale the latencies of products in loops, except those by the roofline.
+    """Scale the latencies of products in loops, except those by the roofline, and of small kernels.
+
+    Products read their operands from the cache, and small kernels start only once.
 
     Args:
         prediction: Predictions of a program's kernels in isolation.
         kernels: The kernels.
         device: Device it runs on.
     """
-    factors = loop_factors(kernels, device)
-    if (factors == 1.0).all():
-        return prediction
+    small = inline(kernels, device) & (prediction.latency > 0.0)
     # The roofline already reads operands from the cache that they fit into.
-    return prediction.scaled(np.where(prediction.source != "roofline", factors, 1.0))
+    factors = np.where(prediction.source != "roofline", loop_factors(kernels, device), 1.0)
+    latency = factors * prediction.latency
+    runs = np.array([k.multiplicity for k in kernels], np.float64)
+    later = np.maximum(
+        1.0 - device.floor / latency[small], np.minimum(1.0, INLINE_S / latency[small])
+    )
+    factors[small] *= 1.0 / runs[small] + (1.0 - 1.0 / runs[small]) * later
+    return prediction.scaled(factors)

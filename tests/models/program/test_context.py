@@ -13,8 +13,11 @@ from opcast.features.ir.reader import read_program
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
 from opcast.features.lowering.lower import lower
 from opcast.features.table.columns import COLUMNS, INDEX
+from opcast.models.core.base import KernelPrediction
 from opcast.models.cost_model import CostModel
 from opcast.models.program.context import CONTEXT, context_features, loop_factors
+from opcast.models.program.context_trees import in_loops
+from opcast.models.program.schedule_cost import inline, schedule_cost
 
 MakeKernel = Callable[..., Kernel]
 MB = 1e6  # the cache of the fixture device
@@ -127,6 +130,26 @@ def test_products_in_loops_read_from_the_cache(make_kernel: MakeKernel, cpu: Dev
     np.testing.assert_allclose(loop_factors([inside], replace(cpu, platform="gpu")), 1.0)
 
 
+def test_small_kernels_of_a_short_loop_start_once(make_kernel: MakeKernel, cpu: DeviceSpec) -> None:
+    """A floor of 1 µs; a kernel that took less is called in 0.03 µs, and has an overhead once."""
+    loop = {"scope": ("while",), "multiplicity": 100.0}
+    work, tiny, large = (make_kernel("k", bytes_in=size, **loop) for size in (1e3, 10.0, 1e5))
+    kernels = [work, tiny, large, make_kernel("o", bytes_in=10.0)]
+    alone = KernelPrediction.around(np.array([3e-6, 0.5e-6, 3e-6, 0.5e-6]), (-0.1, 0.1), "learned")
+    found = in_loops(alone, kernels, cpu)
+    expected = [0.03e-6 + 0.99 * 2e-6, 0.005e-6 + 0.99 * 0.03e-6, 3e-6, 0.5e-6]
+    np.testing.assert_allclose(found.latency, expected)
+    np.testing.assert_allclose(found.hi / found.latency, np.exp(0.1))
+    cost = schedule_cost(found.latency, LoweredProgram(kernels, "xla", "cpu"), cpu)
+    assert cost.executions == 1 + 1 + 100 + 1
+    # Nine kernels are tasks of their own, and other platforms launch each kernel.
+    long = in_loops(
+        KernelPrediction.around(np.full(9, 3e-6), (-0.1, 0.1), "learned"), [work] * 9, cpu
+    )
+    np.testing.assert_allclose(long.latency, 3e-6)
+    assert not inline(kernels, replace(cpu, platform="gpu")).any()
+
+
 def test_operands_sliced_out_of_a_stack_are_not_kept(
     make_kernel: MakeKernel, cpu: DeviceSpec
 ) -> None:
@@ -146,12 +169,15 @@ def test_a_recurrent_program_is_predicted_with_its_matrix_in_the_cache(cpu: Devi
     plain = model.predict_kernels(lowered.kernels, cpu)
     # The roofline knows caches already; a learned latency is of a matrix read from main memory.
     same, _ = model.predict_in_program(lowered, cpu, plain)
-    np.testing.assert_allclose(same.latency, plain.latency)
+    small = inline(lowered.kernels, cpu)
+    assert small.any() and not small[place]
+    np.testing.assert_allclose(same.latency[~small], plain.latency[~small])
     learned = replace(plain, source=np.full(len(plain.source), "learned", object))
     inside, wall = model.predict_in_program(lowered, cpu, learned)
     factor = inside.latency / plain.latency
     assert 0.1 < factor[place] < 0.6 and factor[place] == inside.hi[place] / plain.hi[place]
-    assert (np.delete(factor, place) == 1.0).all()
+    assert (factor[~small] == 1.0).sum() == (~small).sum() - 1
     before = model.program_model.predict(plain.latency, lowered, cpu, plain.lo, plain.hi)
-    saved = 50 * (plain.latency - inside.latency)[place]
+    runs = np.array([k.multiplicity * k.takes_time for k in lowered.kernels])
+    saved = runs @ (plain.latency - inside.latency)
     assert before.latency - wall.latency == pytest.approx(saved)

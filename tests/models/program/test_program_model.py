@@ -25,7 +25,9 @@ def diamond(make_kernel: MakeKernel) -> LoweredProgram:
     kernels = [
         make_kernel("a"),
         make_kernel("b", operands=(0,)),
-        make_kernel("c", kind="gemm", operands=(0,), multiplicity=2.0, scope=("loop",)),
+        make_kernel(
+            "c", kind="gemm", operands=(0,), multiplicity=2.0, scope=("loop",), bytes_in=1e5
+        ),
         make_kernel("d", operands=(1, 2)),
     ]
     return LoweredProgram(kernels, "xla", "cpu")
