@@ -14,7 +14,6 @@ from ...features.operators.op import Op, least_seconds
 from ...features.operators.physics import fitted, resident_share
 from ...features.operators.query import TABLE_NAMES
 from ...features.operators.schema import DTYPES
-from ...models.gpu.attention import attention_answer
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
 from ...models.power.energy import starved
@@ -26,7 +25,7 @@ from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, Ate
 from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price, work_of
 from .step_operators import FAMILIES as STEP_FAMILIES
 from .step_operators import TABLE_DTYPE, stand_in_factor, step_reach, step_row
-from .torch_choices import libraries
+from .torch_choices import attention_times
 
 #: Families of calls timed alone, for f32.
 _ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
@@ -190,13 +189,10 @@ class AtenPrices:
                 times[i] *= [1.0, 1.0 / _OTHER_KERNEL, _OTHER_KERNEL]
         at = [i for i, w in enumerate(found) if self._calls_library(w)]
         if at:
-            answer = attention_answer([_attention_call(found[i]) for i in at], self, self._spec)
-            both = np.array([libraries(self._spec, found[i], self._release) for i in at])
-            answered = np.stack([answer.latency, answer.lo, answer.hi], axis=1)
-            times[at] = answered * both[:, :1]
-            times[at, 2] = np.maximum(times[at, 2], answer.latency * both[:, 1])
-            for i, source in zip(at, answer.source, strict=True):
-                sources[i] = keys[i] = str(source)
+            own = [found[i] for i in at]
+            times[at], known = attention_times(own, self, self._spec, self._release)
+            for i, source in zip(at, known, strict=True):
+                sources[i] = keys[i] = source
         self._starve(times, found, ops, keys)
         return times, sources
 
@@ -369,13 +365,6 @@ def _source(work: AtenKernel, key: str) -> str:
     if key == ROOFLINE:
         return key
     return f"learned:{key if key.startswith(ALONE) else _stand_in(work).family}"
-
-
-def _attention_call(work: AtenKernel) -> dict[str, int]:
-    batch, heads, groups, size, queries, keys, causal = work.shape
-    sizes = {"batch": batch, "q_heads": heads, "kv_heads": groups, "head_dim": size}
-    lengths = {"v_head_dim": size, "q_len": queries, "kv_len": keys, "window": 0, "causal": causal}
-    return {**sizes, **lengths, "backward": int(work.name.endswith("_backward"))}
 
 
 def _several(work: AtenKernel) -> bool:

@@ -7,10 +7,14 @@ passes (``SDPBackend.MATH``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AttentionUse, FunctionUse
 from ...features.operators.attention_kernels import MADE_FOR
-from ...models.gpu.attention import lacks_bf16
+from ...models.gpu.attention import Families, attention_answer, lacks_bf16
 from ...models.program.pytorch import is_older
 from .aten_work import AtenKernel
 from .step_operators import FLASH2
@@ -68,12 +72,62 @@ def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True)
     return EFFICIENT if found == MATH else found
 
 
-def libraries(spec: DeviceSpec, work: AtenKernel, release: str) -> tuple[float, float]:
+def attention_times(
+    found: Sequence[AtenKernel], operators: Families, spec: DeviceSpec, release: str
+) -> tuple[np.ndarray, list[str]]:
+    """Price fused attention as published kernels.
+
+    Args:
+        found: ``n`` kernels.
+        operators: Published families.
+        spec: The NVIDIA GPU that they run on.
+        release: PyTorch release; empty for a recent one.
+
+    Returns:
+        Seconds with both bounds of the 90 % interval, shape ``(n, 3)``, and their sources.
+    """
+    called = [attention_library(spec, work) for work in found]
+    calls = [
+        # The memory-efficient kernel is priced by FlashAttention 2's time.
+        {**_call(w, splits=own == FLASH and _is_single(w)), "flash2": int(own != CUDNN)}
+        for w, own in zip(found, called, strict=True)
+    ]
+    answer = attention_answer(calls, operators, spec)
+    both = np.array([_over_published(spec, work, release) for work in found])
+    times = np.stack([answer.latency, answer.lo, answer.hi], axis=1) * both[:, :1]
+    times[:, 2] = np.maximum(times[:, 2], answer.latency * both[:, 1])
+    # Nobody measured cuDNN's kernels for a single query: they may split its keys or not.
+    alone = [i for i, w in enumerate(found) if _is_single(w) and called[i] == CUDNN]
+    if alone:
+        cut = attention_answer([_call(found[i], splits=True) for i in alone], operators, spec)
+        times[alone, 1] = np.minimum(times[alone, 1], cut.lo)
+    return times, [str(source) for source in answer.source]
+
+
+def _call(work: AtenKernel, *, splits: bool) -> dict[str, int]:
+    """Return the columns of a call; ``splits``: whether blocks share the keys of a single query."""
+    batch, heads, groups, size, queries, keys, causal = work.shape
+    if splits:
+        # FlashAttention 2 turns the heads of a group into the rows of a tile, and splits the keys
+        # (mha_fwd of PyTorch's flash_api.cpp). vLLM's rows split only if heads share keys, which
+        # takes the same blocks as heads that share none.
+        causal, heads = 1, max(heads, 2 * groups)
+    sizes = {"batch": batch, "q_heads": heads, "kv_heads": groups, "head_dim": size}
+    lengths = {"v_head_dim": size, "q_len": queries, "kv_len": keys, "window": 0, "causal": causal}
+    return {**sizes, **lengths, "backward": int(work.name.endswith("_backward"))}
+
+
+def _is_single(work: AtenKernel) -> bool:
+    """Return whether attention has one query."""
+    return work.shape[4] == 1
+
+
+def _over_published(spec: DeviceSpec, work: AtenKernel, release: str) -> tuple[float, float]:
     """Return attention time by PyTorch's and by an older library, over the published kernels'.
 
     A single query is memory-bound in all of them.
     """
-    if work.shape[4] == 1:
+    if _is_single(work):
         return 1.0, 1.0
     old = is_older(release, _SECOND)
     factors = []

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 
+from opcast import predict  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.record import AttentionUse, FunctionUse  # noqa: E402
@@ -143,3 +144,60 @@ def test_cells_of_lstms_are_two_products_and_a_kernel(framework):
     step = TorchProgram(cell, (x, (held, held)), train="sgd", loss="sum")
     back = [w.name for w in works_of(predictor.record(step, "h100-sxm"), framework)]
     assert back.count("_thnn_fused_lstm_cell_backward_impl") == 1
+
+
+class Attends(torch.nn.Module):
+    """Attention alone, by the backends that the model allows."""
+
+    def __init__(self, *allowed):
+        super().__init__()
+        self.allowed = [getattr(torch.nn.attention.SDPBackend, name) for name in allowed]
+
+    def forward(self, query, key, value):
+        grouped = query.shape[1] != key.shape[1]
+        if not self.allowed:
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped)
+        with torch.nn.attention.sdpa_kernel(self.allowed):
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped)
+
+
+def attention(
+    device, batch, groups, keys, queries=1, *, allowed=(), dtype=torch.bfloat16, train=""
+):
+    """Predict attention of 32 heads of width 128; returns its operator and the prediction."""
+    with torch.device("meta"):
+        query = torch.empty(batch, 32, queries, 128, dtype=dtype, requires_grad=bool(train))
+        cache = torch.empty(batch, groups, keys, 128, dtype=dtype)
+    found = predict(Attends(*allowed), query, cache, cache, device=device, framework="torch-eager")
+    return next((own for own in found.operators if own.kind == "attention"), None), found
+
+
+@pytest.mark.parametrize(
+    ("batch", "groups", "keys", "microseconds"),
+    # FlashAttention 2 in vLLM on an A100 (tensor-core pack).
+    [(1, 8, 1024, 20.0), (1, 8, 8192, 40.2), (8, 8, 8192, 187.3), (32, 8, 2048, 235.7)],
+)
+def test_single_queries_split_their_keys_by_flash_attention_2(batch, groups, keys, microseconds):
+    found, _ = attention("a100-sxm-80gb", batch, groups, keys)
+    assert found.latency_us == pytest.approx(microseconds, rel=0.1)
+    assert found.lo_us < microseconds < found.hi_us
+
+
+@pytest.mark.parametrize("device", ["a100-sxm-80gb", "rtx-4090", "rtx-5090"])
+@pytest.mark.parametrize("groups", [8, 32])
+def test_single_queries_over_many_keys_take_about_the_time_of_memory(device, groups):
+    found, _ = attention(device, 1, groups, 131072)
+    least = 2 * 2 * groups * 131072 * 128 / find_device(device).bandwidth * 1e6
+    assert least <= found.latency_us < 1.5 * least
+
+
+def test_the_time_of_cudnn_for_a_single_query_may_be_that_of_split_keys():
+    found, _ = attention("h100-sxm", 1, 8, 131072)
+    least = 2 * 2 * 8 * 131072 * 128 / find_device("h100-sxm").bandwidth * 1e6
+    assert "cuDNN" in found.name and found.lo_us < 1.2 * least
+
+
+def test_measured_libraries_have_the_intervals_of_a_new_chip_alone():
+    # No chip with FlashAttention 2 for attention without a mask is like an A100.
+    found, _ = attention("a100-sxm-80gb", 4, 32, 4096, 4096)
+    assert found.hi_us < 4 * found.latency_us
