@@ -279,7 +279,7 @@ class AtenPrices:
 def _alike(work: AtenKernel) -> Hashable:
     """Return all that the isolated time of a kernel depends on."""
     conv = tuple(work.conv.items()) if work.conv else ()
-    return work.op, conv, work.masked, work.channels_last
+    return work.op, conv, work.masked, work.allowed, work.channels_last
 
 
 def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:

@@ -17,7 +17,7 @@ from ...common.errors import ProgramError
 from ...features.cost.formats import ALIASES, FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.eager import Place
-from ...features.ir.torch.record import AtenCall
+from ...features.ir.torch.record import BACKENDS, AtenCall
 from ...features.ir.torch.table import is_solver
 from ...features.operators.op import QUANTIZED, Op
 from ...models.gpu.attention import backward_ratio
@@ -70,6 +70,7 @@ class AtenKernel:
             of features/operators/schema.py); ``None`` for transposed ones.
         uses: Memory that the kernel reads and writes.
         masked: Whether attention reads a mask.
+        allowed: Backends that the program allows for attention.
         channels_last: Whether an input image has its channels last.
         serial: Dependent loads of each thread, if there are many.
         blocks: Number of thread blocks where they may be too few to fill a chip; else 0.
@@ -83,6 +84,7 @@ class AtenKernel:
     conv: Mapping[str, object] | None = None
     uses: tuple[Use, ...] = ()
     masked: bool = False
+    allowed: tuple[str, ...] = BACKENDS
     channels_last: bool = False
     serial: int = 0
     blocks: int = 0
@@ -377,7 +379,7 @@ def _attention(call: AtenCall, base: AtenKernel) -> AtenKernel:
     own = base.but(
         name=name, family="attention", shape=shape, scale=scale, traffic=base.bytes / scale
     )
-    return replace(own, masked=masked)
+    return replace(own, masked=masked, allowed=call.allowed)
 
 
 def _is_norm(call: AtenCall) -> bool:

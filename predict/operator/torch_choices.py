@@ -7,19 +7,26 @@ passes (``SDPBackend.MATH``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ...common.errors import ProgramError
 from ...features.devices.device import DeviceSpec
-from ...features.ir.torch.record import AttentionUse, FunctionUse
+from ...features.ir.torch.record import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    AttentionUse,
+    FunctionUse,
+)
 from ...features.operators.attention_kernels import MADE_FOR
 from ...models.gpu.attention import Families, attention_answer, lacks_bf16
 from ...models.program.pytorch import is_older
 from .aten_work import AtenKernel
 from .step_operators import FLASH2
 
-CUDNN, FLASH, EFFICIENT, MATH = "cuDNN", "FlashAttention 2", "memory-efficient", "math"
 #: Maximum head size of cuDNN's attention (its releases above 9.22 take 256, with recent PyTorch)
 #: and of FlashAttention 2.
 _CUDNN_HEAD, _FLASH_HEAD = 128, 256
@@ -50,26 +57,63 @@ def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True
             as in its packages for CUDA 13 but not for CUDA 12.
     """
     if spec.platform == "cpu":
-        return "" if _cpu_takes(use) else MATH
-    if cudnn and _cudnn_takes(spec, use):
-        return CUDNN
-    if _flash_takes(spec, use):
-        found = FLASH
-    elif _efficient_takes(spec, use):
-        found = EFFICIENT
-    else:
-        return MATH
-    return found if spec.runs_cuda else ""
+        return "" if _cpu_takes(use) and FLASH in use.allowed else MATH
+    found = next(_supporting(spec, use, cudnn), MATH)
+    return found if spec.runs_cuda or found == MATH else ""
+
+
+def check_attention(uses: Iterable[AttentionUse], spec: DeviceSpec) -> None:
+    """Refuse attention for which a program allows no backend that supports it.
+
+    Raises:
+        ProgramError: There is such a call.
+    """
+    for use in uses:
+        if spec.platform == "gpu" and not any(_supporting(spec, use, cudnn=True)):
+            raise ProgramError(
+                f"no attention kernel that sdpa_kernel allows ({', '.join(use.allowed)}) supports "
+                f"{use.dtype} queries {list(use.query)} with keys {list(use.key)} on {spec.name}",
+                hint="PyTorch refuses it there too: allow SDPBackend.MATH as well",
+            )
+
+
+def _supporting(spec: DeviceSpec, use: AttentionUse, cudnn: bool) -> Iterator[str]:
+    """Yield the backends that support a call, in PyTorch's order."""
+    prefers = cudnn and spec.architecture in MADE_FOR
+    order = (CUDNN, FLASH, EFFICIENT, MATH) if prefers else (FLASH, EFFICIENT, MATH, CUDNN)
+    for own in order:
+        if own in use.allowed and (own == MATH or _TAKES[own](spec, use)):
+            yield own
+
+
+def why_written(spec: DeviceSpec, use: AttentionUse) -> str:
+    """Return why no fused kernel supports a call."""
+    if use.allowed == (MATH,):
+        return "sdpa_kernel asks for it"
+    if spec.runs_cuda and lacks_bf16(spec) and use.dtype in ("bfloat16", "bf16"):
+        return f"the matrix units of {spec.name} do not multiply bfloat16 (they do float16)"
+    if any(len(shape) != 4 for shape in (use.query, use.key, use.value)):
+        return "fused kernels need four dimensions: batch, heads, positions and width"
+    if use.dtype not in (*_NARROW, "float32", "f32"):
+        return f"fused kernels do not support {use.dtype}"
+    return (
+        "FlashAttention supports neither f32, nor a mask, nor is_causal with different numbers of "
+        "queries and keys, the memory-efficient kernel no grouped keys (enable_gqa), and all need "
+        "head sizes that are multiples of 8"
+    )
 
 
 def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True) -> str:
     """Return the backend of a fused attention kernel; see :func:`attention_backend`."""
     batch, heads, groups, size, queries, keys, causal = work.shape
     query, key = (batch, heads, queries, size), (batch, groups, keys, size)
-    use = AttentionUse(query, key, key, work.dtype, work.masked, bool(causal), heads != groups)
-    found = attention_backend(spec, use, cudnn=cudnn)
+    use = AttentionUse(
+        *(query, key, key, work.dtype, work.masked, bool(causal), heads != groups),
+        allowed=work.allowed,
+    )
     # It was recorded as one kernel, so it cannot be the math backend.
-    return EFFICIENT if found == MATH else found
+    fused = (own for own in _supporting(spec, use, cudnn) if own != MATH)
+    return next(fused, EFFICIENT) if spec.runs_cuda else ""
 
 
 def attention_times(
@@ -165,7 +209,7 @@ def _cudnn_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
     drops = use.dropout > 0.0
     return (
         spec.runs_cuda
-        and spec.architecture in MADE_FOR
+        and not lacks_bf16(spec)
         and use.dtype in _NARROW
         and _plain(use, grouped=True)
         and all(size <= _CUDNN_HEAD and size % 8 == 0 for size in sizes)
@@ -202,6 +246,10 @@ def _efficient_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
 def _cpu_takes(use: AttentionUse) -> bool:
     """Return whether the CPU kernel does: no dropout, equal widths (sdp_utils_cpp.cpp)."""
     return use.dropout == 0.0 and _plain(use, grouped=True) and use.query[-1] == use.value[-1]
+
+
+#: Whether a backend supports a call.
+_TAKES = {CUDNN: _cudnn_takes, FLASH: _flash_takes, EFFICIENT: _efficient_takes}
 
 
 def _plain(use: AttentionUse, *, grouped: bool) -> bool:

@@ -13,11 +13,11 @@ from ...common.errors import DeviceError, ProgramError, StrictError
 from ...common.versions import can_be_release
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.program import TorchProgram
-from ...features.ir.torch.record import FunctionUse
+from ...features.ir.torch.record import MATH, FunctionUse
 from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, load_operators
 from .aten_prices import FAMILIES, AtenPrices
-from .torch_choices import MATH, attention_backend, is_one
+from .torch_choices import attention_backend, is_one
 from .torch_notes import MEASURED_RELEASE
 from .torch_price import AtenEstimate, TorchPrediction, price, works_of
 

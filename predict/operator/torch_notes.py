@@ -9,12 +9,13 @@ import numpy as np
 
 from ...common.versions import is_newer
 from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.record import CUDNN
 from ...models.program.pytorch import CpuTorchModel
 from .aten_traffic import SORTS
 from .aten_work import ATTENTION, PRODUCT, AtenKernel
 from .cpu_prices import cpu_notes
 from .step_operators import FLASH2
-from .torch_choices import CUDNN, attention_library
+from .torch_choices import attention_library, why_written
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
@@ -82,7 +83,12 @@ def attention_notes(
         return ()
     notes = []
     calls = [w for w in found if w.kind == ATTENTION]
-    by_cudnn = [w for w in calls if attention_library(spec, w) == CUDNN]
+    # Not those for which the program allows nothing else.
+    by_cudnn = [
+        w
+        for w in calls
+        if attention_library(spec, w) == CUDNN and attention_library(spec, w, cudnn=False) != CUDNN
+    ]
     if older_us is not None:
         notes.append(
             f"{_PREFERRED}no fused kernel supports it (a mask rules out FlashAttention, grouped "
@@ -103,13 +109,10 @@ def attention_notes(
                 else "the memory-efficient kernel, which supports masks and is slower"
             )
         )
-    if any(not one for one in recording.attention.values()):
-        notes.append(
-            "attention is written out (SDPBackend.MATH), as no fused kernel of PyTorch supports it "
-            "on this device: FlashAttention supports neither a mask nor is_causal with different "
-            "numbers of queries and keys, the memory-efficient kernel no grouped keys "
-            "(enable_gqa), and all need four dimensions and head sizes that are multiples of 8"
-        )
+    written = [use for use, one in recording.attention.items() if not one]
+    notes += dict.fromkeys(
+        f"attention is written out (SDPBackend.MATH): {why_written(spec, use)}" for use in written
+    )
     return tuple(notes)
 
 

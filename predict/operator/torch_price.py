@@ -46,6 +46,7 @@ from .aten_work import (
     works,
 )
 from .cpu_prices import CpuPrices
+from .torch_choices import check_attention
 from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, compiled_storages, torch_memory
 from .torch_notes import (
     RECURRENT,
@@ -337,6 +338,7 @@ def price(
 ) -> TorchPrediction:
     """Price the kernels of a recording; see :class:`TorchPredictor`."""
     check_priced(recording.calls, spec)
+    check_attention(recording.attention, spec)
     written = recording.otherwise
     older = price(written, spec, framework, bundle, release) if written else None
     found = works_of(recording, framework)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .storages import StorageLog
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+#: Kernels of fused attention, and products and passes instead: PyTorch's ``SDPBackend``.
+CUDNN, FLASH, EFFICIENT, MATH = BACKENDS = ("cuDNN", "FlashAttention 2", "memory-efficient", "math")
 #: Operators that launch nothing although they are not views.
 _HOST = (
     *("aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.detach"),
@@ -84,6 +86,7 @@ class AtenCall:
         phase: ``forward``, ``backward`` or ``optimizer``.
         place: Position in the user's model of it, or of the operation whose gradient it is.
         again: Whether a backward pass recomputes it (activation checkpointing).
+        allowed: Backends of :data:`BACKENDS` that the program allows for attention.
     """
 
     name: str
@@ -93,6 +96,7 @@ class AtenCall:
     phase: str
     place: Place
     again: bool = False
+    allowed: tuple[str, ...] = BACKENDS
 
     def whole(self, at: int) -> int:
         """Return the integer at an index of the numbers, from the end if negative."""
@@ -120,6 +124,7 @@ class AttentionUse:
         causal: Whether ``is_causal`` is set.
         grouped: Whether ``enable_gqa`` is set.
         dropout: Dropout probability.
+        allowed: Backends of :data:`BACKENDS` that the program allows (``sdpa_kernel``).
     """
 
     query: tuple[int, ...]
@@ -130,6 +135,7 @@ class AttentionUse:
     causal: bool = False
     grouped: bool = False
     dropout: float = 0.0
+    allowed: tuple[str, ...] = BACKENDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +207,14 @@ class Recorder:
         fused: Which calls are one kernel.
         again: Whether the backward pass recomputes them.
         scopes: Running modules, for a module that is not exported.
+        allowed: Backends that the program allows for the attention that runs.
     """
 
     def __init__(self, fused: Fused) -> None:
         self.recording, self.fused = Recording(), fused
         self.place, self.phase, self.on, self.again = Place(), FORWARD, True, False
         self.scopes: Scopes | None = None
+        self.allowed: tuple[str, ...] = BACKENDS
         # Positions of autograd's nodes by sequence number.
         self._places: dict[int, Place] = {}
         # Kept alive, so that no address is reused.
@@ -242,6 +250,7 @@ class Recorder:
                 self.phase,
                 self._place(),
                 self.again and self.phase == FORWARD,
+                self._allowed(),
             )
         )
 
@@ -271,6 +280,13 @@ class Recorder:
             return self.place
         known = node.metadata.get("opcast") or self._places.get(node._sequence_nr())
         return known or self.place
+
+    def _allowed(self) -> tuple[str, ...]:
+        """Return the backends that the program allows for attention, whose gradient is the same."""
+        import torch
+
+        node = torch._C._current_autograd_node() if self.phase == BACKWARD else None
+        return self.allowed if node is None else node.metadata.get("attention", BACKENDS)
 
     def _note_place(self) -> None:
         """Record the position of a call in a running module, also for its gradient."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .program import dtype_name
-from .record import AttentionUse, FunctionUse, Recorder, lies_last
+from .record import BACKENDS, AttentionUse, FunctionUse, Recorder, lies_last
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,8 @@ def stands(log: Recorder) -> dict[str, Stand]:
 
     def attention(function: Callable[..., object], *args: object, **kwargs: object) -> object:
         given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-        one = log.chooses(_attention_use(given))
+        use = _attention_use(given)
+        one = log.chooses(use)
         # Fused attention generates its dropout itself, at little cost.
         given.pop("dropout_p", None)
         if not one:
@@ -145,7 +146,14 @@ def stands(log: Recorder) -> dict[str, Stand]:
         if isinstance(mask, torch.Tensor) and mask.dim() == 3:
             # The CPU kernel accepts only masks of two and four dimensions, a GPU any.
             given["attn_mask"] = mask.unsqueeze(0)
-        return function(**given)
+        # PyTorch has one fused kernel on a CPU, which stands for all of a GPU's.
+        log.allowed = use.allowed
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            found = function(**given)
+        log.allowed = BACKENDS
+        if isinstance(found, torch.Tensor) and found.grad_fn is not None:
+            found.grad_fn.metadata["attention"] = use.allowed
+        return found
 
     def dropout(
         function: Callable[..., object],
@@ -197,6 +205,11 @@ def _attention_use(given: Mapping[str, object]) -> AttentionUse:
     query, key, value, mask, dropout, causal = (given.get(name) for name in _ATTENTION)
     assert isinstance(query, torch.Tensor), "attention of no tensor"
     assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    own = torch.backends.cuda
+    enabled = (
+        *(own.cudnn_sdp_enabled(), own.flash_sdp_enabled()),
+        *(own.mem_efficient_sdp_enabled(), own.math_sdp_enabled()),
+    )
     return AttentionUse(
         tuple(query.shape),
         tuple(key.shape),
@@ -206,4 +219,5 @@ def _attention_use(given: Mapping[str, object]) -> AttentionUse:
         causal=bool(causal),
         grouped=bool(given.get("enable_gqa")),
         dropout=dropout if isinstance(dropout, float) else 0.0,
+        allowed=tuple(name for name, own in zip(BACKENDS, enabled, strict=True) if own),
     )

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 from opcast import predict  # noqa: E402
+from opcast.common.errors import ProgramError  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.record import AttentionUse, FunctionUse  # noqa: E402
@@ -35,6 +36,19 @@ Q, K, ONE = (2, 8, 256, 64), (2, 2, 256, 64), (2, 8, 1, 64)
         ("a100-sxm-80gb", AttentionUse(Q, Q, Q, "bfloat16", masked=True), "memory-efficient"),
         ("a100-sxm-80gb", AttentionUse(ONE, Q, Q, "float16", causal=True), "memory-efficient"),
         ("a100-sxm-80gb", AttentionUse(Q, K, K, "float16", masked=True, grouped=True), "math"),
+        (
+            "h100-sxm",
+            AttentionUse(Q, Q, Q, "bfloat16", allowed=("FlashAttention 2",)),
+            "FlashAttention 2",
+        ),
+        (
+            "h100-sxm",
+            AttentionUse(Q, Q, Q, "bfloat16", allowed=("memory-efficient",)),
+            "memory-efficient",
+        ),
+        ("h100-sxm", AttentionUse(Q, Q, Q, "bfloat16", allowed=("math",)), "math"),
+        ("a100-sxm-80gb", AttentionUse(Q, Q, Q, "bfloat16", allowed=("cuDNN",)), "cuDNN"),
+        ("mi300x", AttentionUse(Q, Q, Q, "bfloat16", allowed=("FlashAttention 2",)), ""),
         ("v100-sxm-16gb", AttentionUse(Q, Q, Q, "float16"), "memory-efficient"),
         ("v100-sxm-16gb", AttentionUse(Q, Q, Q, "bfloat16"), "math"),
         ("mi300x", AttentionUse(Q, Q, Q, "bfloat16"), ""),
@@ -161,12 +175,10 @@ class Attends(torch.nn.Module):
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped)
 
 
-def attention(
-    device, batch, groups, keys, queries=1, *, allowed=(), dtype=torch.bfloat16, train=""
-):
+def attention(device, batch, groups, keys, queries=1, *, allowed=(), dtype=torch.bfloat16):
     """Predict attention of 32 heads of width 128; returns its operator and the prediction."""
     with torch.device("meta"):
-        query = torch.empty(batch, 32, queries, 128, dtype=dtype, requires_grad=bool(train))
+        query = torch.empty(batch, 32, queries, 128, dtype=dtype)
         cache = torch.empty(batch, groups, keys, 128, dtype=dtype)
     found = predict(Attends(*allowed), query, cache, cache, device=device, framework="torch-eager")
     return next((own for own in found.operators if own.kind == "attention"), None), found
@@ -201,3 +213,61 @@ def test_measured_libraries_have_the_intervals_of_a_new_chip_alone():
     # No chip with FlashAttention 2 for attention without a mask is like an A100.
     found, _ = attention("a100-sxm-80gb", 4, 32, 4096, 4096)
     assert found.hi_us < 4 * found.latency_us
+
+
+@pytest.mark.parametrize(
+    ("allowed", "library", "factor"),
+    # FlashAttention 2 takes 1.65 times as long as kernels made for Hopper (fitted.yaml), and half
+    # as long as the memory-efficient one.
+    [
+        ("FLASH_ATTENTION", "FlashAttention 2", 1.65),
+        ("EFFICIENT_ATTENTION", "memory-efficient", 3.3),
+        ("CUDNN_ATTENTION", "cuDNN", 1.0),
+    ],
+)
+def test_programs_that_ask_for_a_backend_get_it(allowed, library, factor):
+    plain, first = attention("h100-sxm", 4, 32, 4096, 4096)
+    assert plain.name.endswith("(cuDNN)") and any("cuDNN" in note for note in first.notes)
+    found, second = attention("h100-sxm", 4, 32, 4096, 4096, allowed=(allowed,))
+    assert found.name.endswith(f"({library})") and not any("cuDNN" in n for n in second.notes)
+    assert found.latency_us == pytest.approx(factor * plain.latency_us)
+
+
+def test_gradients_run_by_the_backend_of_the_forward_pass():
+    with torch.device("meta"):
+        query = torch.empty(2, 4, 64, 64, dtype=torch.float16, requires_grad=True)
+    program = TorchProgram(Asks(), (query,), train="sgd", loss="sum")
+    found = TorchPredictor("torch-eager").predict(program, "h100-sxm").operators
+    names = [own.name for own in found if own.kind == "attention"]
+    assert names == [
+        "scaled_dot_product_attention (FlashAttention 2)",
+        "scaled_dot_product_attention (cuDNN)",
+        "scaled_dot_product_attention_backward (cuDNN)",
+        "scaled_dot_product_attention_backward (FlashAttention 2)",
+    ]
+
+
+class Asks(torch.nn.Module):
+    """Attention by FlashAttention 2, and then by what PyTorch prefers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+
+    def forward(self, x):
+        x = x * self.scale
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            x = F.scaled_dot_product_attention(x, x, x)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_backends_that_do_not_support_a_call_are_refused():
+    with pytest.raises(ProgramError, match=r"FlashAttention 2.*bfloat16 queries.*t4"):
+        attention("t4", 4, 32, 64, 64, allowed=("FLASH_ATTENTION",))
+
+
+def test_attention_written_out_says_why():
+    _, found = attention("t4", 1, 32, 64, 64)
+    assert any("do not multiply bfloat16" in note for note in found.notes)
+    _, found = attention("t4", 1, 32, 64, 64, dtype=torch.float16, allowed=("MATH",))
+    assert any("sdpa_kernel asks" in note for note in found.notes)
