@@ -38,6 +38,9 @@ class Product(NamedTuple):
 
 #: Matrix products, and the position of their first operand among the tensors; the second follows.
 _MATRICES = {name: at for at, names in NAMES["matrices"].items() for name in names}
+#: Types that products on GPUs do not have, except those made for int8 (``addmm_cuda`` and
+#: ``baddbmm_cuda`` are "not implemented for 'Int'").
+_INTEGERS = ("int8", "uint8", "int16", "int32", "int64", "bool")
 #: Elements per scale that identify a block-scaled product (DeepSeek-V3, 2024, section 3.3.2).
 _BLOCK = 128
 #: Product formats of operands of one type; for complex types those of their parts.
@@ -84,19 +87,37 @@ def multiplies(name: str) -> bool:
 
 
 def check_formats(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
-    """Refuse 8-bit products on a device without units for them.
+    """Refuse products for which PyTorch has no kernel on a device.
 
     Raises:
-        ProgramError: PyTorch has no kernel for a product on the device.
+        ProgramError: There is such a product; the message gives the line.
     """
     for call in calls:
-        scaled = call.name.startswith(("aten._scaled_mm", "aten._scaled_grouped_mm"))
-        if scaled and spec.matrix_peak("f8e4m3fn") <= spec.matrix_peak("bf16"):
+        lacking, instead = _lacking(call, spec)
+        if lacking:
             raise ProgramError(
-                f"{call.name} needs matrix units for fp8, and {spec.name} has none",
+                f"{call.name} {lacking}",
                 where=f"{call.place.file}:{call.place.line}" if call.place.file else "",
-                hint="PyTorch refuses it there too: convert the operands to bfloat16",
+                hint=f"PyTorch refuses it there too: {instead}",
             )
+
+
+def _lacking(call: AtenCall, spec: DeviceSpec) -> tuple[str, str]:
+    """Return what an operator lacks on a device, and what to do; empty if nothing."""
+    name = call.name.removeprefix("aten.").removesuffix("_")
+    wide = max(spec.matrix_peak("f16"), spec.matrix_peak("bf16"))
+    scaled = name.startswith(("_scaled_mm", "_scaled_grouped_mm"))
+    if scaled and spec.matrix_peak("f8e4m3fn") <= wide:
+        return f"needs matrix units for fp8, and {spec.name} has none", "use bfloat16 operands"
+    # Its kernel multiplies bfloat16 by matrix units (int4mm.cu).
+    narrow = spec.runs_cuda and spec.matrix_peak("bf16") <= 1.5 * spec.vector_peak("f32")
+    if narrow and name.startswith("_weight_int4pack_mm"):
+        return f"needs matrix units for bfloat16, and {spec.name} has none", "use 16-bit weights"
+    plain = name in _MATRICES and not name.startswith("_") and spec.vendor in ("NVIDIA", "AMD")
+    integer = next((t.dtype for t in call.inputs if t.dtype in _INTEGERS), "")
+    if plain and spec.platform == "gpu" and integer:
+        return f"has no kernel for {integer} on GPUs", "use floats, or int8 by torch._int_mm"
+    return "", ""
 
 
 def _matrices(call: AtenCall, at: int, *, batched: bool) -> Product:

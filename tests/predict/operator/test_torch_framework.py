@@ -756,6 +756,56 @@ def test_what_has_no_kernels_of_pytorch_is_refused():
         predict(module, *inputs, cluster="dgx-h100-x16")
 
 
+def _int4(x, weights, scales):
+    return torch.ops.aten._weight_int4pack_mm(x, weights, 128, scales)
+
+
+def _fp8(x, y):
+    x, y = (t.to(torch.float8_e4m3fn) for t in (x, y))
+    one = torch.ones((), device="meta")
+    return torch._scaled_mm(x, y.t(), one, one, out_dtype=torch.bfloat16)
+
+
+NARROW = {
+    "fp8": (_fp8, [(256, 256, torch.bfloat16)] * 2),
+    "int4": (
+        _int4,
+        [
+            (16, 1024, torch.bfloat16),
+            (128, 8, 32, 4, torch.int32),
+            (8, 1024, 2, torch.bfloat16),
+        ],
+    ),
+    "int32": (torch.mm, [(64, 64, torch.int32)] * 2),
+    "int64": (torch.bmm, [(2, 64, 64, torch.int64)] * 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "message"),
+    [
+        ("fp8", "t4", "matrix units for fp8, and t4"),
+        ("fp8", "a100-sxm-80gb", "matrix units for fp8"),
+        ("fp8", "rtx-4090", ""),
+        ("int4", "t4", "matrix units for bfloat16"),
+        ("int4", "v100-sxm-16gb", "matrix units for bfloat16"),
+        ("int4", "a100-sxm-80gb", ""),
+        ("int32", "h100-sxm", "no kernel for int32"),
+        ("int32", "cpu-i9-10940x", ""),
+        ("int64", "mi300x", "no kernel for int64"),
+    ],
+)
+def test_products_without_a_kernel_on_a_chip_are_refused(kind, device, message):
+    function, shapes = NARROW[kind]
+    with torch.device("meta"):
+        inputs = [torch.empty(shape, dtype=dtype) for *shape, dtype in shapes]
+    if not message:
+        assert predict(function, *inputs, device=device, framework="torch-eager").latency_us > 0
+        return
+    with pytest.raises(ProgramError, match=message):
+        predict(function, *inputs, device=device, framework="torch-eager")
+
+
 class Attention(torch.nn.Module):
     """Attention written out, with causal mask and dropout, as published runs of GPT-2 have it."""
 
