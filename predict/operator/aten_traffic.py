@@ -49,7 +49,7 @@ _DIGIT_BITS = 8
 #: Engineering estimates.
 _FFT_BITS, _SMALL_PRIME, _BLUESTEIN = 12, 127, 6.0
 #: Operators that are priced by the passes of a radix sort.
-SORTS = ("aten.sort", "aten.topk")
+SORTS = ("aten.sort", "aten.topk", "aten.median", "aten.nanmedian", "aten.kthvalue", "aten.mode")
 #: Selection from a row by one block: bits per pass, passes that then gather the selected values,
 #: and threads per block (SortingRadixSelect.cuh, TensorTopK.cu).
 _SELECT_BITS, _GATHERS, _SELECTORS = 2, 2, 1024
@@ -218,11 +218,14 @@ def sort_traffic(call: AtenCall) -> tuple[float, int]:
     """Return bytes and launches of a sort, or of a selection followed by a sort.
 
     A radix sort such as CUB's makes one pass per key byte: over values with their indices for a
-    sort, over the values alone to select the largest.
+    sort, over the values alone to select the largest. Modes, and medians of all values, sort.
     """
-    given, made = call.inputs[0], 2.0 * sum(t.bytes for t in call.outputs)
-    width = given.bytes / max(prod(given.shape), 1)
-    return (width * made, 1) if call.name == "aten.sort" else (width * given.bytes, 2)
+    given = call.inputs[0]
+    count = prod(given.shape)
+    width = given.bytes / max(count, 1)
+    if _selects(call):
+        return (width * given.bytes, 2 if call.name == "aten.topk" else 1)
+    return width * 2.0 * (given.bytes + _INDEX * count), 1
 
 
 def selection(call: AtenCall) -> dict[str, Any]:
@@ -231,22 +234,34 @@ def selection(call: AtenCall) -> dict[str, Any]:
     These are the dependent loads of a thread, and the bytes of all passes.
     """
     given = call.inputs[0]
-    if call.name != "aten.topk" or _shared(call):
+    if not _selects(call) or (call.name == "aten.topk" and _shared(call)):
         return {}
     bits = 8 * given.bytes // max(prod(given.shape), 1)
     passes = bits // _SELECT_BITS + _GATHERS
-    return {"serial": passes * ceil(_row(call) / _SELECTORS), "swept": passes * given.bytes}
+    return {"serial": passes * ceil(row_of(call) / _SELECTORS), "swept": passes * given.bytes}
 
 
-def _row(call: AtenCall) -> int:
-    """Return the elements of a row that a selection is made from."""
+def _selects(call: AtenCall) -> bool:
+    """Return whether an operator selects values of rows by their bits, without a sort."""
+    whole = len(call.outputs) == 1
+    return call.name not in ("aten.sort", "aten.mode") and not whole
+
+
+def row_of(call: AtenCall) -> int:
+    """Return the elements of a row that a selection, sort or scan goes over."""
     given, made = call.inputs[0].shape, call.outputs[0].shape
-    return next((a for a, b in zip(given, made, strict=True) if a != b), (1, *given)[-1])
+    if call.name.removesuffix("_") in NAMES["scans"]:
+        return given[call.whole(0) % len(given)] if given else 1
+    if len(given) != len(made) or prod(given) != prod(made):
+        # What it selects for each row; of topk some of the row.
+        differ = [a for a, b in zip(given, made, strict=False) if a != b]
+        return differ[0] if len(given) == len(made) else prod(given) // max(prod(made), 1)
+    return (1, *given)[-1]
 
 
 def _shared(call: AtenCall) -> bool:
     """Return whether several blocks select from a row."""
-    row = _row(call)
+    row = row_of(call)
     rows = prod(call.inputs[0].shape) // max(row, 1)
     return row >= next((least for most, least in _SHARED if rows <= most), _SHARED_MANY)
 

@@ -169,7 +169,7 @@ def kernel_notes(
         )
     if any(f"aten.{w.name}" in SORTS for w in found):
         notes.append(
-            "sort and topk are priced by the passes of a radix sort over their values, not by "
-            "measured kernels"
+            "sorts and selections (topk, median, kthvalue, mode) are priced by the passes of a "
+            "radix sort over their values, not by measured kernels"
         )
     return tuple(notes)

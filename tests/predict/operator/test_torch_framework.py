@@ -294,6 +294,13 @@ def test_sorts_take_a_pass_for_each_byte_of_their_keys():
     assert next((w.bytes, w.swept) for w in works(shared.calls)) == (4 * 4 * 20 * 20000, 0)
     found = price(recording, find_device("h100-sxm"), "torch-eager", None)
     assert any("radix sort" in note for note in found.notes)
+    # Medians and k-th values of rows select alike; medians of all and modes sort.
+    for selects in (lambda x: x.median(-1), lambda x: x.kthvalue(8)):
+        (own,) = works(record(meta(Called(selects), (64, 4096))).calls)
+        assert (own.bytes, own.swept, own.serial) == (4 * 4 * 64 * 4096, 18 * 4 * 64 * 4096, 72)
+    for sorts in (torch.median, torch.mode):
+        (own,) = works(record(meta(Called(sorts), (64, 4096))).calls)
+        assert own.bytes == 4 * 2 * 12 * 64 * 4096 and not own.swept
     norm = Called(torch.linalg.vector_norm)
     assert price(record(meta(norm, (64, 4096))), find_device("h100-sxm"), "torch-eager", None)
 
