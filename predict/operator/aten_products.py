@@ -26,7 +26,7 @@ class Product(NamedTuple):
         dtype: Format of the operands, as in operator tables.
         times: Real products per product; more than 1 for complex operands.
         launches: Host launches.
-        unread: Bytes of operands that no kernel reads.
+        unread: Bytes of operands that no kernel reads; negative for some that are no tensors.
     """
 
     shape: tuple[int, int, int, int]
@@ -68,6 +68,8 @@ _DISTANCE = 11
 def product_of(call: AtenCall) -> Product | None:
     """Return the products of an operator; ``None`` if it multiplies no matrices."""
     library, _, name = call.name.removesuffix("_").partition(".")
+    if library == "quantized" and name.startswith("linear"):
+        return _quantized(call)
     if library != "aten":
         return _foreign(call)
     if name in _MATRICES:
@@ -232,6 +234,14 @@ def _matrices_packed(call: AtenCall, at: int) -> Product:
     columns = dense.shape[-1]
     rows = prod(call.outputs[0].shape) // max(columns, 1)
     return Product((1, rows, columns, dense.shape[-2] // 2), *_format(call, first, dense))
+
+
+def _quantized(call: AtenCall) -> Product:
+    """Return a quantized layer of a CPU (FBGEMM), whose packed weights are no tensor."""
+    given, made = call.inputs[0].shape, call.outputs[0].shape
+    depth, columns = given[-1], made[-1]
+    shape = (1, prod(given[:-1]), columns, depth)
+    return Product(shape, "int8", unread=-float(depth * columns))
 
 
 def _foreign(call: AtenCall) -> Product | None:

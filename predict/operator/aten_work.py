@@ -22,6 +22,7 @@ from ...features.ir.torch.table import is_solver
 from ...features.operators.op import QUANTIZED, Op
 from ...models.gpu.attention import backward_ratio
 from .aten_launches import is_over_lists, is_recurrent, list_launches, recurrent_ops
+from .aten_loops import Loop, loop_of
 from .aten_products import check_formats, product_of
 from .aten_traffic import (
     LOOKUPS,
@@ -75,6 +76,7 @@ class AtenKernel:
         serial: Dependent loads of each thread, if there are many.
         blocks: Number of thread blocks where they may be too few to fill a chip; else 0.
         swept: Bytes that GPU blocks read repeatedly from caches.
+        loop: On CPUs, its loop that is neither vectorised nor divided; ``None`` if it has none.
     """
 
     op: Op
@@ -89,6 +91,7 @@ class AtenKernel:
     serial: int = 0
     blocks: int = 0
     swept: int = 0
+    loop: Loop | None = None
 
     @property
     def name(self) -> str:
@@ -200,7 +203,8 @@ def used(call: AtenCall) -> list[AtenKernel]:
         size = looked_up(call) if call.name in LOOKUPS and not at else t.bytes
         uses.append(Use(t.memory, known * size, False, t.start))
     uses += [Use(t.memory, known * t.bytes, True, t.start) for t in call.outputs]
-    return [replace(work, uses=tuple(uses)) for work in found]
+    placed = [replace(work, uses=tuple(uses)) for work in found]
+    return [*placed[:-1], replace(placed[-1], loop=loop_of(call))] if placed else placed
 
 
 def _copies(call: AtenCall) -> list[AtenKernel]:

@@ -2,6 +2,8 @@
 
     time = calls + arithmetic / (share · peak) + passes over weights + bytes of tensors + loops
 
+or, for loops on few threads (``aten_loops.py``), calls and their cycles or traffic.
+
 A library call looks up its operands' formats and its kernel each time. Unless they are frozen,
 weights are packed in every run; filters with several taps are first copied with their channels
 last. Constants are in section ``cpu`` of ``fitted.yaml``.
@@ -77,6 +79,10 @@ class CpuPrices:
         # Attention works on blocks of keys, whose exponentials are counted per element.
         moved = 0.0 if work.kind == ATTENTION else share * self._moved(work, parts)
         packed = _FIT.pack_filters if work.kind == CONVOLUTION else _FIT.pack
+        naive = self._naive(work)
+        if naive:
+            # Timed with their traffic.
+            return calls + max(naive, moved)
         return (
             calls
             + self._arithmetic(work)
@@ -84,6 +90,16 @@ class CpuPrices:
             + moved
             + self._loops(work)
         )
+
+    def _naive(self, work: AtenKernel) -> float:
+        """Return seconds of a loop that is neither vectorised nor divided among all cores."""
+        loop, spec = work.loop, self._spec
+        if loop is None:
+            return 0.0
+        if loop.format and spec.matrix_peak(loop.format) > spec.matrix_peak("f32"):
+            return 0.0
+        share = min(loop.parts / spec.core_count, 1.0)
+        return loop.cycles / max(self._clock, share * self._cycles)
 
     def _arithmetic(self, work: AtenKernel) -> float:
         """Return seconds of multiply-adds; SIMD lanes beyond the last channel are idle."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import opcast
 from opcast.common.errors import DeviceError
 from opcast.features.devices.catalogue import find_device, load_device_file
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
+from opcast.features.ir.torch.program import TorchProgram
+from opcast.features.ir.torch.runs import record
 from opcast.features.operators.op import Op
 from opcast.features.operators.physics import fitted
 from opcast.predict.operator.aten_traffic import Use
-from opcast.predict.operator.aten_work import AtenKernel, moving
+from opcast.predict.operator.aten_work import AtenKernel, moving, works
 from opcast.predict.operator.cpu_prices import CpuPrices
 
 torch = pytest.importorskip("torch")
@@ -183,3 +186,71 @@ def test_figures_of_the_catalogue_reach_the_prices() -> None:
     i9, i7 = (seconds(work, find_device(name)) for name in (I9, "cpu-i7-12700h"))
     # A third of the lanes' rate, shared unevenly.
     assert 3.0 < i7 / i9 < 6.0
+
+
+N = 1 << 24
+#: Milliseconds of PyTorch 2.13 on two cores of an AMD EPYC without AVX-512, a busy virtual machine.
+LOOPS = {
+    "sort": (torch.sort, [(N,)], 3428.0),
+    "normal": (torch.randn_like, [(N,)], 217.0),
+    "dropout": (torch.nn.functional.dropout, [(N,)], 524.0),
+    "scan": (lambda x: x.cumsum(0), [(N,)], 73.0),
+    "integers": (torch.mm, [(512, 512, torch.int32)] * 2, 26.0),
+    "half": (torch.mm, [(1024, 1024, torch.float16)] * 2, 4172.0),
+    "grid": (torch.nn.functional.grid_sample, [(2, 64, 256, 256), (2, 256, 256, 2)], 274.0),
+    "columns": (torch.nn.functional.conv3d, [(1, 16, 16, 56, 56), (32, 16, 3, 3, 3)], 179.0),
+    "add": (
+        lambda x, at, y: x.index_add(0, at, y),
+        [(100000, 64), (1000000, torch.int64), (1000000, 64)],
+        230.0,
+    ),
+    "scatter": (
+        lambda x, at, y: x.scatter_add(0, at[:, None].expand(-1, 64), y),
+        [(100000, 64), (1000000, torch.int64), (1000000, 64)],
+        196.0,
+    ),
+}
+
+
+def tensors(shapes):
+    own = [s if isinstance(s[-1], torch.dtype) else (*s, torch.float32) for s in shapes]
+    return [torch.empty(shape, dtype=dtype, device="meta") for *shape, dtype in own]
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_loops_on_few_threads_take_their_cycles(kind) -> None:
+    function, shapes, measured_ms = LOOPS[kind]
+    found = opcast.predict(function, *tensors(shapes), device=I9, framework="torch-eager")
+    assert found.lo_us < measured_ms * 1e3 < found.hi_us
+
+
+def test_rows_of_loops_are_divided_among_cores() -> None:
+    def sorted_us(*shape):
+        given = tensors([shape])
+        return opcast.predict(torch.sort, *given, device=I9, framework="torch-eager").latency_us
+
+    # Sixty-four values have 6 levels, 16 million 24; rows are divided among 14 cores.
+    assert sorted_us(1 << 18, 64) == pytest.approx(sorted_us(N) * 6 / 24 / 14, rel=0.2)
+
+
+def test_halves_with_units_for_them_have_a_library() -> None:
+    with torch.device("meta"):
+        x = torch.empty(1024, 1024, dtype=torch.float16)
+    recording = record(TorchProgram(torch.mm, (x, x)))
+    (work,) = works(recording.calls)
+    own = find_device(I9)
+    amx = replace(own, peak_flops={**own.peak_flops, "f16": 16 * own.matrix_peak("f32")})
+    assert seconds(work, own) > 1000 * seconds(work, amx)
+
+
+def test_quantized_layers_are_products_of_int8() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(4096, 4096))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        narrow = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, dtype=torch.qint8)
+    found = opcast.predict(narrow, torch.empty(1024, 4096), device=I9, framework="torch-eager")
+    (own,) = found.operators
+    assert (own.kind, own.shape, own.dtype) == ("product", (1, 1024, 4096, 4096), "int8")
+    # Input and result in f32, weights in a byte; no faster than the units are.
+    assert own.bytes == 2 * 4 * 1024 * 4096 + 4096**2
+    assert own.lo_us * 1e-6 >= 2 * 1024 * 4096**2 / find_device(I9).matrix_peak("s8")
