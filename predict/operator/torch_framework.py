@@ -14,7 +14,7 @@ from ...common.versions import can_be_release
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.program import TorchProgram
 from ...features.ir.torch.record import MATH, FunctionUse
-from ..devices import resolve_device
+from ..devices import find_anywhere, resolve_device
 from ..locate import OPERATOR_MODEL, load_operators
 from .aten_prices import FAMILIES, AtenPrices
 from .torch_choices import attention_backend, is_one
@@ -172,7 +172,11 @@ class TorchPredictor:
         """
         if device == "local":
             check_gpu_here()
-        spec = resolve_device(device, self.devices)
+        try:
+            spec = resolve_device(device, self.devices)
+        except DeviceError:
+            # One that another model was trained on.
+            spec = find_anywhere(device)
         if spec.platform == "tpu":
             raise _no_gpu(f"{spec.name} is a {spec.platform}")
         return spec

@@ -114,6 +114,11 @@ class AtenEstimate:
         return self.latency_us
 
     @property
+    def source_op(self) -> str:
+        """The operator in the program, as of other predictions."""
+        return self.name
+
+    @property
     def what(self) -> str:
         """The operator under the name that users know."""
         return self.name

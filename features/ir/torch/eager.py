@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -35,6 +37,7 @@ _OWN = tuple(f"{Path(__file__).parents[3] / layer}{os.sep}" for layer in _LAYERS
 _DEPTH = 5
 #: Attribute in which a compiled function keeps the original.
 _ORIGINAL = "_torchdynamo_orig_callable"
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 Result = TypeVar("Result")
 #: Replacement for a function of PyTorch, which it receives before the arguments.
 Stand: TypeAlias = Callable[..., object]
@@ -72,6 +75,22 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.file else self.modules
+
+
+def place_of(node: torch.fx.Node) -> Place:
+    """Return the user's line and modules of a node of an FX graph."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    # Outermost first, down to PyTorch's own modules.
+    own = [f for f in frames if is_users(f[0])]
+    file, line = (own or [("", "0")])[-1]
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    names, before = [], ""
+    for path, kind in stack:
+        # The outermost module has only its class as a name.
+        text = kind if isinstance(kind, str) else kind.__name__
+        names.append(path.removeprefix(before).lstrip(".") if path else text.rpartition(".")[2])
+        before = path
+    return Place(file, int(line), "/".join(n for n in names if n))
 
 
 @dataclass
@@ -128,6 +147,12 @@ def sized_by_data(error: Exception) -> str:
         "masked_select, unique: on the data): end the module before it and add its time as "
         "measured, or write it with fixed sizes"
     )
+
+
+def line_of(error: Exception) -> str:
+    """Return the innermost line of user code that an error comes from; empty if none."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def run(steps: Callable[[], Result]) -> Result:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ....common.errors import ProgramError
 from .autocast import cuda_autocast
-from .eager import sized_by_data
+from .eager import line_of, place_of, sized_by_data
 from .program import TorchProgram
 
 if TYPE_CHECKING:
@@ -81,6 +81,13 @@ def export(given: TorchProgram) -> Exported:
     except ProgramError:
         raise
     except Exception as error:
+        if type(error).__name__ == "GuardOnDataDependentSymNode":
+            raise ProgramError(
+                "a decision depends on values of tensors, which a prediction does not have",
+                where=line_of(error) or name,
+                hint="torch.where computes both sides of a branch; what nonzero, unique or a mask "
+                "finds, sort into a number that is fixed (a capacity)",
+            ) from error
         raise ProgramError(
             f"torch.export cannot export the module: {type(error).__name__}: {shortened(error)}",
             where=name,
@@ -197,14 +204,11 @@ def shortened(error: Exception) -> str:
 
 def _checked(exported: Exported) -> Exported:
     ranges = exported.program.range_constraints
-    # PyTorch names sizes that depend on values u0, u1 …
-    if any(str(name).startswith("u") for name in ranges):
-        raise ProgramError(
-            f"sizes depend on the values of tensors: {', '.join(map(str, ranges))}",
-            where=exported.name,
-            hint="as how many tokens torch.where finds for an expert: sort or take the top of them "
-            "into a number that is fixed (a capacity), so that the program has one time",
-        )
+    # Nodes whose results bring new symbols take them from values.
+    nodes = exported.program.graph.nodes if ranges else ()
+    by_value = [n for n in nodes if n.meta.get("unbacked_bindings")]
+    if by_value:
+        raise _by_value(by_value[0], exported.name)
     if ranges:
         raise ProgramError(
             f"dimensions are dynamic: {'; '.join(_dynamic(exported.program))}",
@@ -213,6 +217,24 @@ def _checked(exported: Exported) -> Exported:
             "*inputs, device=…), or export it without dynamic_shapes",
         )
     return exported
+
+
+def _by_value(node: torch.fx.Node, name: str) -> ProgramError:
+    """Return the error for a node whose results are a number or sizes from values."""
+    operator, where = str(node.target).removesuffix(".default"), str(place_of(node)) or name
+    if operator.endswith(("item", "_local_scalar_dense")):
+        return ProgramError(
+            f"{operator} reads a value of a tensor, which a prediction does not have",
+            where=where,
+            hint="compute with the tensor itself (x * y.sum(), not x * y.sum().item()), or give "
+            "the number as an argument",
+        )
+    return ProgramError(
+        f"sizes depend on the values of tensors: how much {operator} finds",
+        where=where,
+        hint="as how many tokens torch.where finds for an expert: sort or take the top of them "
+        "into a number that is fixed (a capacity), so that the program has one time",
+    )
 
 
 def _dynamic(program: torch.export.ExportedProgram) -> list[str]:

@@ -8,7 +8,6 @@ update, so the backward pass is autograd's own rather than a model of it.
 from __future__ import annotations
 
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,8 +22,9 @@ from .eager import (
     Scopes,
     deciding_without_values,
     given_to,
-    is_users,
+    line_of,
     noting_compiled,
+    place_of,
     run,
     scoped,
     standing_in,
@@ -45,7 +45,7 @@ from .record import (
     watching,
 )
 from .stand_ins import GATES, stands
-from .translate import is_checkpointed, place_of
+from .translate import is_checkpointed
 
 if TYPE_CHECKING:
     import torch
@@ -81,13 +81,27 @@ def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
     except Exception as error:
         # Fake tensors lack the classes in which PyTorch stores sparse values.
         if re.search(r"Sparse\w*TensorImpl", str(error)):
-            made = "the program makes a sparse matrix"
-            raise sparse_refusal(made, _line(error) or program.name) from error
+            raise _sparse(program, line_of(error) or program.name) from error
         raise ProgramError(
             f"the operators cannot be recorded: {type(error).__name__}: {shortened(error)}",
             where=program.name,
             hint="a branch on values needs data; predict it as XLA runs it: without --framework",
         ) from error
+
+
+def _sparse(program: TorchProgram, where: str) -> ProgramError:
+    """Return the error for a program that makes a sparse matrix, or has a sparse gradient."""
+    import torch
+
+    source = program.source
+    modules = list(source.modules()) if isinstance(source, torch.nn.Module) else []
+    if program.train and any(getattr(m, "sparse", None) is True for m in modules):
+        return ProgramError(
+            "gradients of embeddings with sparse=True are sparse matrices, which are not predicted",
+            where=where,
+            hint="sparse=False: dense gradients, whose update goes over the whole table",
+        )
+    return sparse_refusal("the program makes a sparse matrix", where)
 
 
 def _recorded(program: TorchProgram, fused: Fused) -> Recording:
@@ -108,7 +122,7 @@ def _recorded(program: TorchProgram, fused: Fused) -> Recording:
             if function:
                 raise ProgramError(
                     f"{function[1]}, which takes functions, is not predicted",
-                    where=_line(error) or program.name,
+                    where=line_of(error) or program.name,
                     hint="write out what it does; for flex_attention take "
                     "torch.nn.functional.scaled_dot_product_attention",
                 ) from refusal
@@ -116,7 +130,7 @@ def _recorded(program: TorchProgram, fused: Fused) -> Recording:
             apart = " (several are given one by one, not as a tuple)" if several else ""
             raise ProgramError(
                 f"the module does not run: {type(error).__name__}: {shortened(error)}",
-                where=_line(error) or program.name,
+                where=line_of(error) or program.name,
                 hint=f"do the shapes and formats of its inputs fit{apart}?",
             ) from refusal
         found.notes.append(
@@ -136,12 +150,6 @@ def _needs_values(error: Exception) -> bool:
 
     kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
     return isinstance(error, kinds)
-
-
-def _line(error: Exception) -> str:
-    """Return the innermost line of user code that an error comes from; empty if none."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _as_eager(program: TorchProgram, fused: Fused) -> Recording:

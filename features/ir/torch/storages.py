@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ....common.errors import ProgramError
 from .decomposition import Fakes
-from .eager import deciding_without_values, standing_in, users_frame
+from .eager import deciding_without_values, place_of, standing_in, users_frame
 from .export import shortened
 from .program import TorchProgram, tensors_of, torch_loss, torch_optimizer
 from .record import Fused, Recorder
 from .runs import graph_on, run_graph
 from .stand_ins import stands
-from .translate import place_of
 
 if TYPE_CHECKING:
     import torch

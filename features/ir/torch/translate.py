@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 from ....common.errors import ProgramError
 from . import products, reductions, shapes  # noqa: F401 (register translations)
 from .decomposition import WRAPPERS, decomposed
-from .eager import Place, is_users
+from .eager import Place, place_of
 from .export import Exported, jax_dtype
 from .program import sparse_refusal
 from .table import Call, Result, find, is_solver
@@ -30,28 +30,11 @@ for _own in ("features/ir", "predict", "cli", "__main__.py"):
     source_info_util.register_exclusion(str(Path(__file__).parents[3] / _own))
 #: Operators on sparse matrices; 2:4 sparsity is a library product and not included.
 _SPARSE = re.compile(r"aten\._?(to_sparse|sparse_(?!semi))")
-_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 #: Matches a line of a model that calls ``torch.utils.checkpoint`` or a wrapper of it. An export
 #: contains what is computed there, but not that it is recomputed.
 _CHECKPOINT = re.compile(r"checkpoint\w*\(")
 #: Arguments that place a tensor in PyTorch and have no meaning in JAX.
 _PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
-
-
-def place_of(node: torch.fx.Node) -> Place:
-    """Return the user's line and modules of a node of an FX graph."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    # Outermost first, down to PyTorch's own modules.
-    own = [f for f in frames if is_users(f[0])]
-    file, line = (own or [("", "0")])[-1]
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    names, before = [], ""
-    for path, kind in stack:
-        # The outermost module has only its class as a name.
-        text = kind if isinstance(kind, str) else kind.__name__
-        names.append(path.removeprefix(before).lstrip(".") if path else text.rpartition(".")[2])
-        before = path
-    return Place(file, int(line), "/".join(n for n in names if n))
 
 
 def is_checkpointed(node: torch.fx.Node) -> bool:

@@ -217,6 +217,23 @@ class Scattered(torch.nn.Module):
         return torch.sparse.mm(torch.sparse_coo_tensor(at, values, (64, 64)), x)
 
 
+def test_sparse_gradients_of_embeddings_are_refused():
+    bag = torch.nn.EmbeddingBag(1000, 16, sparse=True, device="meta")
+    program = TorchProgram(bag, (torch.zeros(8, 4, dtype=torch.long),), train="sgd", loss="sum")
+    with pytest.raises(ProgramError, match="sparse=True") as told:
+        TorchPredictor("torch-eager").predict(program, "h100-sxm")
+    assert told.value.hint.startswith("sparse=False")
+
+
+def test_every_listed_cpu_is_predicted():
+    layer, x = torch.nn.Linear(8, 8), torch.zeros(8, 8)
+    found = predict(layer, x, device="cpu-amd-epyc-2c", framework="torch-eager")
+    # As in README.md, for programs of JAX and of PyTorch.
+    assert [(own.source_op, own.kind) for own in found.top(1)] == [("addmm", "product")]
+    with pytest.raises(DeviceError, match="the catalogue does not list"):
+        predict(layer, x, device="cpu-of-nobody", framework="torch-eager")
+
+
 def test_sparse_matrices_that_a_program_makes_are_refused():
     given = torch.zeros(2, 9, dtype=torch.int64), torch.ones(9), torch.ones(64, 8)
     for framework in ("torch-eager", "xla"):
@@ -264,7 +281,7 @@ def test_what_a_model_compiles_itself_is_in_the_interval_of_eager_pytorch(how):
 def test_failed_exports_are_told_without_graphs(capfd):
     deciding = Called(lambda x: x * 2.0 if x.sum() > 0 else x)
     for framework in ("torch-eager", "xla"):
-        with pytest.raises(ProgramError, match="cannot export"):
+        with pytest.raises(ProgramError, match="a decision depends on values"):
             predict(deciding, torch.ones(4, 4), device="l4", framework=framework)
     assert "def forward" not in capfd.readouterr().err
 
