@@ -18,7 +18,7 @@ from ...ir.program import PARTS, Computation, Op, Program, TensorType, WindowDim
 from .expanders import INDEX, cropped, philox, scattered
 from .folding import padded, reshape, splat_node, spread
 from .graph import Graph, Node, element, rewrite
-from .reductions import adder
+from .reductions import adder, combiner
 
 #: Largest number and smallest length of rows of TopkSpecializer's kernel, and the types that it
 #: takes (found by compiling for an H100 with JAX 0.10).
@@ -103,8 +103,30 @@ def _single_update(node: Node, program: Program) -> Node | None:
     shape = tuple(1 if d in inserted else next(sizes) for d in range(len(array.type.shape)))
     zero = splat_node(0, TensorType(indices.type.dtype))
     starts = [start.get(d, zero) for d in range(len(shape))]
-    operands = [array, reshape(updates, shape), *starts]
+    attrs = {"dynamic_slice_sizes": shape}
+    kind = (array.type._replace(shape=shape),)
+    before = Node("dynamic-slice", [array, *starts], kind, attrs, source=node.source)
+    inside = spread(_in_bounds(starts, program), (), shape, node.source)
+    chosen = Node("select", [inside, reshape(updates, shape), before], kind, source=node.source)
+    operands = [array, chosen, *starts]
     return Node("dynamic-update-slice", operands, node.results, source=node.source)
+
+
+def _in_bounds(starts: list[Node], program: Program) -> Node:
+    """Check the position of an update, without which it is dropped: one small kernel."""
+    columns = [reshape(start, (1,)) for start in starts]
+    kind = TensorType(starts[0].type.dtype, (len(starts),))
+    place = Node("concatenate", columns, (kind,), {"dimensions": (0,)})
+    flags = (TensorType("pred", kind.shape),)
+    # The limits of each dimension do not matter here.
+    limits = ((splat_node(0, kind), "GE"), (splat_node(1, kind), "LE"))
+    sides = [
+        Node("compare", [place, limit], flags, {"direction": direction})
+        for limit, direction in limits
+    ]
+    both = [Node("and", sides, flags), splat_node(True, TensorType("pred"))]
+    dims = {"dimensions": (0,)}
+    return Node("reduce", both, (TensorType("pred"),), dims, (combiner(program, "and", "pred"),))
 
 
 def _scalar(indices: Node, i: int) -> Node:

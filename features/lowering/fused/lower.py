@@ -232,9 +232,12 @@ def widen(graph: Graph, machine: Machine, program: Program) -> None:
             widen(inner, machine, program)
         if node.is_tuple or not any(t.dtype == _NARROW for t in _types(node)):
             return None
-        if node.opcode in FOLDS:
+        # A CPU's scatter has the whole array in f32.
+        scatters = machine.host and node.opcode == "scatter"
+        if node.opcode in FOLDS or scatters:
             inside = program.computations[node.called[0]].ops if node.called else []
             native = all(op.opcode == "parameter" or op.opcode in kept for op in inside)
+            native &= not scatters
             return None if native else _wide(node, tuple(_reducer(n, program) for n in node.called))
         # What CHLO spells out is one op here, which converts inside.
         own = node.opcode in ELEMENTWISE and node.opcode not in alone

@@ -154,8 +154,6 @@ _PARTS = tuple(1 << i for i in range(12))
 _STEP_FLOPS = {1: 2, 3: 12, 6: 20, 9: 28}
 #: Bytes that the depth of a part is padded to a multiple of.
 _ALIGNED = 16
-#: Name of the computation that adds two scalars, by dtype.
-ADDER = "opcast.add"
 
 
 def split_products(graph: Graph, machine: Machine, program: Program) -> None:
@@ -259,13 +257,18 @@ def product_sizes(dot: Node) -> tuple[int, int, int, int]:
 
 def adder(program: Program, dtype: str) -> str:
     """Name of a computation of ``program`` that adds two scalars; made if it is not there."""
-    name = f"{ADDER}.{dtype}"
+    return combiner(program, "add", dtype)
+
+
+def combiner(program: Program, opcode: str, dtype: str) -> str:
+    """Name of a computation that combines two scalars by an op; made if it is not there."""
+    name = f"opcast.{opcode}.{dtype}"
     if name not in program.computations:
         kind = TensorType(dtype)
         ops = [
             Op(f"{name}.0", "parameter", (), (kind,), {"index": 0}),
             Op(f"{name}.1", "parameter", (), (kind,), {"index": 1}),
-            Op(f"{name}.2", "add", (0, 1), (kind,)),
+            Op(f"{name}.2", opcode, (0, 1), (kind,)),
         ]
         program.computations[name] = Computation(name, ops, 2)
     return name

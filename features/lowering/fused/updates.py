@@ -175,7 +175,7 @@ def _above_transpose(node: Node) -> Node | None:
         return transposed(reshape(first.operands[0], shape, node), back, node.source)
     starts = [node.operands[1 + d] for d in order]
     kind = node.type._replace(shape=shape)
-    attrs = {**node.attrs, "slice_sizes": shape}
+    attrs = {**node.attrs, "dynamic_slice_sizes": shape}
     made = Node(node.opcode, [first.operands[0], *starts], (kind,), attrs, source=node.source)
     return transposed(made, back, node.source)
 

@@ -196,3 +196,19 @@ def test_a_scatter_of_one_slice_is_an_update_in_place():
         assert update.bytes_out == row
         assert update.bytes == pytest.approx(3 * row, abs=64)
         assert len([k for k in found if k.bytes == 2 * rows * row]) == copies
+
+
+def test_a_cpu_scatters_bf16_into_the_whole_array_in_f32():
+    """As XLA:CPU compiles it; eight such updates of 64 MiB took 190 ms where bf16 moves in 1."""
+    count = 1 << 20
+
+    def scattered(table, rows, places):
+        return table.at[places].set(rows)
+
+    shapes = ((count,), jnp.bfloat16), ((64,), jnp.bfloat16), ((64,), jnp.int32)
+    cpu = find_device("cpu-i9-10940x")
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    text = jax.jit(scattered, donate_argnums=0).lower(*args).as_text()
+    found = lower(read_program(text), lowering="fused", device=cpu).kernels
+    # To f32 and back: 2 + 4 bytes of each element, twice.
+    assert sum(k.bytes for k in found) == pytest.approx(12 * count, rel=0.01)
