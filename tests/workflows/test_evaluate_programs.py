@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError
-from opcast.features.devices.catalogue import find_device
+from opcast.features.devices.catalogue import find_device, in_catalogue
 from opcast.predict.program.case import program_text
 from opcast.predict.program.predictor import load_for_programs
 from opcast.workflows.evaluate_programs import judge_programs, predict_programs, read_table
@@ -212,7 +212,8 @@ def test_published_regions_are_within_a_ninth(every: int, tmp_path: Path) -> Non
 def _by_command(folder: Path, file: str, device: str, *flags: str) -> list[float]:
     """Time and ends that a user gets for a program of a table."""
     own = folder / f"{device}.yaml"
-    device = str(own) if own.is_file() else device
+    # Tables take the catalogue's description first.
+    device = str(own) if own.is_file() and not in_catalogue(device) else device
     arguments = ["predict", folder / file, "--device", device, "--whole", *flags, "--json"]
     result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -159,7 +159,7 @@ def test_system_for_calculon(tmp_path):
         # Calculon's formula gives our time.
         seconds = network["latency"] + size * scalar * (1 + offset / n) / (
             network["bandwidth"] * 1e9 * network["efficiency"])  # fmt: skip
-        ours = ClusterNetwork(cluster)("all_reduce", float(size), group).seconds
+        ours = ClusterNetwork(cluster)("all_reduce", float(size), group).value
         assert seconds == pytest.approx(ours, rel=1e-3)
         assert network["ops"]["p2p"][1] is None
 
