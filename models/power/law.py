@@ -312,9 +312,10 @@ def made_like(spec: DeviceSpec) -> DeviceSpec:
     return chip if chip is not None and chip.power_w and spec.power_w else spec
 
 
-def grown_peak(spec: DeviceSpec, dtype: str) -> float:
-    """Matrix peak over that of the chip that a design is made like; 1 for other devices."""
-    return spec.matrix_peak(dtype) / made_like(spec).matrix_peak(dtype)
+def grown_peaks(spec: DeviceSpec, dtypes: Sequence[str]) -> np.ndarray:
+    """Matrix peaks over those of the chip that a design is made like; 1 for other devices."""
+    like = made_like(spec)
+    return np.array([spec.matrix_peak(own) / like.matrix_peak(own) for own in dtypes])
 
 
 def board_law(spec: DeviceSpec) -> PowerLaw:

@@ -14,7 +14,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators.op import Op
 from ...features.operators.routing import busy_rank
 from ...models.power.energy import energy
-from ...models.power.law import Work, grown_peak
+from ...models.power.law import Work, grown_peaks
 from ...simulate.serving.forward import ROUTING_SKEW
 from ...simulate.serving.load import CLASSES, Load, Run
 from ..operator.prices import work_of
@@ -108,7 +108,7 @@ def serving_energy(
         rate,
         spec.bandwidth,
         np.zeros(1, bool),
-        grown_peak(spec, FORMATS[model.weights].rate),
+        grown_peaks(spec, [FORMATS[model.weights].rate]),
     )
     joules = energy(spec, work, np.array([busy]), busy, total, deployment.devices, idle=idle)
     return joules and joules.times(more)

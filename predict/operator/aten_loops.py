@@ -10,11 +10,11 @@ from math import log2, prod
 from typing import NamedTuple
 
 from ...features.ir.torch.record import AtenCall
+from .aten_products import MATRICES
 from .aten_traffic import NAMES, row_of
 
 _CPU = NAMES["cpu"]
 _LOOPS: Mapping[str, Mapping[str, float]] = _CPU["loops"]
-_PRODUCTS = {name: at for at, names in NAMES["matrices"].items() for name in names}
 
 
 class Loop(NamedTuple):
@@ -34,8 +34,8 @@ class Loop(NamedTuple):
 def loop_of(call: AtenCall) -> Loop | None:
     """Return the loop of an operator; ``None`` if it is vectorised and divided, or a library's."""
     name = call.name.removeprefix("aten.").removesuffix("_")
-    if name in _PRODUCTS:
-        return _product(call, _PRODUCTS[name])
+    if name in MATRICES:
+        return _product(call, MATRICES[name])
     if name == "convolution":
         return _columns(call)
     kind = next((kind for kind, own in _LOOPS.items() if name in own), "")

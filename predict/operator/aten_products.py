@@ -37,7 +37,7 @@ class Product(NamedTuple):
 
 
 #: Matrix products, and the position of their first operand among the tensors; the second follows.
-_MATRICES = {name: at for at, names in NAMES["matrices"].items() for name in names}
+MATRICES = {name: at for at, names in NAMES["matrices"].items() for name in names}
 #: Types that products on GPUs do not have, except those made for int8 (``addmm_cuda`` and
 #: ``baddbmm_cuda`` are "not implemented for 'Int'").
 _INTEGERS = ("int8", "uint8", "int16", "int32", "int64", "bool")
@@ -72,8 +72,8 @@ def product_of(call: AtenCall) -> Product | None:
         return _quantized(call)
     if library != "aten":
         return _foreign(call)
-    if name in _MATRICES:
-        return _matrices(call, _MATRICES[name], batched=True)
+    if name in MATRICES:
+        return _matrices(call, MATRICES[name], batched=True)
     if name in NAMES["layers"]:
         return _matrices(call, 0, batched=False)
     if name in NAMES["grouped"]:
@@ -85,7 +85,7 @@ def product_of(call: AtenCall) -> Product | None:
 def multiplies(name: str) -> bool:
     """Return whether an ATen operator multiplies matrices."""
     own = name.removeprefix("aten.").removesuffix("_")
-    return own in _MATRICES or own in NAMES["layers"] or own in NAMES["grouped"] or own in _OTHERS
+    return own in MATRICES or own in NAMES["layers"] or own in NAMES["grouped"] or own in _OTHERS
 
 
 def check_formats(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
@@ -115,7 +115,7 @@ def _lacking(call: AtenCall, spec: DeviceSpec) -> tuple[str, str]:
     narrow = spec.runs_cuda and spec.matrix_peak("bf16") <= 1.5 * spec.vector_peak("f32")
     if narrow and name.startswith("_weight_int4pack_mm"):
         return f"needs matrix units for bfloat16, and {spec.name} has none", "use 16-bit weights"
-    plain = name in _MATRICES and not name.startswith("_") and spec.vendor in ("NVIDIA", "AMD")
+    plain = name in MATRICES and not name.startswith("_") and spec.vendor in ("NVIDIA", "AMD")
     integer = next((t.dtype for t in call.inputs if t.dtype in _INTEGERS), "")
     if plain and spec.platform == "gpu" and integer:
         return f"has no kernel for {integer} on GPUs", "use floats, or int8 by torch._int_mm"

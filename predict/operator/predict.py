@@ -22,7 +22,7 @@ from ...features.operators.features import op_features
 from ...features.operators.query import OTHER_LIBRARIES, parse_op
 from ...models.core.store import read_manifest
 from ...models.power.caps import capped, fed
-from ...models.power.law import Work, board_law, grown_peak
+from ...models.power.law import Work, board_law, grown_peaks
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, find_model, is_untrained, read_operators
 from .case import OperatorCase
@@ -161,7 +161,7 @@ def _work(rows: OpRows, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work
         spec.matrix_peak(format_.rate),
         spec.bandwidth,
         np.full(len(rows), "attention" in key),
-        grown_peak(spec, format_.rate),
+        grown_peaks(spec, [format_.rate]),
     )
 
 

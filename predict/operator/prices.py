@@ -27,7 +27,7 @@ from ...features.operators.machine import format_rate
 from ...features.operators.op import Op, least_seconds
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
-from ...models.power.law import Work, grown_peak
+from ...models.power.law import Work, grown_peaks
 
 #: Input of the operator model: the columns of one operator's row.
 Row = Mapping[str, object]
@@ -206,7 +206,7 @@ def work_of(ops: Sequence[Op], seconds: np.ndarray, spec: DeviceSpec) -> Work:
         np.array([spec.matrix_peak(op.format.rate) for op in ops]),
         spec.bandwidth,
         np.array([op.kind == "attention" for op in ops], bool),
-        np.array([grown_peak(spec, op.format.rate) for op in ops]),
+        grown_peaks(spec, [op.format.rate for op in ops]),
     )
 
 

@@ -180,6 +180,11 @@ def reshape(node: Node, shape: tuple[int, ...], like: Node | None = None) -> Nod
     return Node("reshape", [node], (TensorType(node.type.dtype, shape),), source=source)
 
 
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """Return the permutation that undoes one, or the places of numbers in ascending order."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
 def transposed(node: Node, order: Sequence[int], source: Source | None = None) -> Node:
     """Make a transpose of ``node``, or return ``node`` itself if no dimension changes place."""
     order = tuple(order)
@@ -200,7 +205,7 @@ def converted(node: Node, dtype: str, source: Source | None = None) -> Node:
 def spread(node: Node, dims: Sequence[int], shape: tuple[int, ...], source: Source | None) -> Node:
     """Repeat ``node`` over a shape in which its dimensions take the places ``dims``."""
     # A broadcast maps dimensions in ascending order.
-    small = transposed(node, sorted(range(len(dims)), key=dims.__getitem__), source)
+    small = transposed(node, inverse(dims), source)
     kind = TensorType(node.type.dtype, shape)
     return Node("broadcast", [small], (kind,), {"dimensions": tuple(sorted(dims))}, source=source)
 

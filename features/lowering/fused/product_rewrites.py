@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...ir.program import Program, TensorType
-from .folding import converted, is_elementwise, reshape, spread, transposed
+from .folding import converted, inverse, is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite
 from .reductions import accumulated, product_sizes, summed
 
@@ -112,8 +112,9 @@ def _vector_sum(
         inner = [d for d in range(len(matrix.type.shape)) if d not in dims]
         matrix = transposed(matrix, [*dims[:batch], *inner, *dims[batch:]], dot.source)
         dims = (*range(batch), *range(batch + len(inner), len(matrix.type.shape)))
-    order = sorted(range(len(dims)), key=sides[own].__getitem__)
-    vector = spread(dot.operands[own], [dims[i] for i in order], matrix.type.shape, dot.source)
+    vector = spread(
+        dot.operands[own], [dims[i] for i in inverse(sides[own])], matrix.type.shape, dot.source
+    )
     product = Node("multiply", [matrix, vector], matrix.results, source=dot.source)
     if not dims[batch:]:
         return None

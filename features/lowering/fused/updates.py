@@ -7,21 +7,21 @@ result of the program keep their own layouts, so that they are transposed before
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ...ir.op_table import UPDATES
 from .clusters import PRODUCTS, Cluster, Clusters, Dependences, owner, source_of, written
-from .folding import is_elementwise, reshape, splat, spread, transposed
+from .folding import inverse, is_elementwise, reshape, splat, spread, transposed
 from .graph import Graph, Node, rewrite
 from .loops import copy_start
 
 #: Updates whose dimensions can change places.
 _TURNED = UPDATES & {"dynamic-update-slice", "scatter"}
-#: Ops, besides those of :func:`_above`, whose operand has their order.
+#: Ops, besides those of :func:`_above`, whose operand has their order in a loop.
 _SEEN_THROUGH = frozenset(("dynamic-slice", "reshape"))
 
 #: Dimensions, the outermost first.
-Order = Sequence[int]
+Order = tuple[int, ...]
 
 
 def turn_updates(graph: Graph) -> None:
@@ -34,7 +34,7 @@ def turn_updates(graph: Graph) -> None:
     """
     nodes = graph.nodes()
     # The first product decides, as in XLA's GpuLayoutAssignment.
-    wanted: dict[int, tuple[int, ...]] = {}
+    wanted: dict[int, Order] = {}
     for node in nodes:
         if node.opcode in PRODUCTS:
             for operand in node.operands:
@@ -48,8 +48,7 @@ def turn_updates(graph: Graph) -> None:
     def rule(node: Node) -> Node | None:
         order = wanted.get(id(node))
         if order is not None:
-            back = sorted(range(len(order)), key=order.__getitem__)
-            return transposed(_turned_update(node, order), back, node.source)
+            return transposed(_turned_update(node, order), inverse(order), node.source)
         return _turned(node.operands[0], node.attrs["dimensions"]) if id(node) in below else None
 
     rewrite(graph, rule)
@@ -91,20 +90,15 @@ def _state_orders(body: Graph) -> dict[int, Order]:
     reached: dict[int, Order] = {}
     for dot in [node for node in body.nodes() if node.opcode == "dot"]:
         for side in range(2):
-            node: Node | None = dot.operands[side]
-            order, updated = _read_order(dot, side), False
-            while node is not None and id(node) not in reached:
+            updated = False
+            for node, order in _way_up(dot.operands[side], _read_order(dot, side), _SEEN_THROUGH):
+                if id(node) in reached:
+                    break
                 reached[id(node)] = order
                 i = places.get(id(node), -1)
                 if i >= 0 and (updated or body.outputs[i] is not node):
                     orders[i] = order
                 updated |= _is_update(node)
-                if node.opcode == "transpose":
-                    order = [node.attrs["dimensions"][d] for d in order]
-                elif node.opcode == "reshape":
-                    order = _without_ones(order, node.type.shape, node.operands[0].type.shape)
-                seen_through = order and node.opcode in _SEEN_THROUGH
-                node = node.operands[0] if seen_through else _above(node)
     for i, output in enumerate(body.outputs):
         # Arrays of which a loop writes a slice each time, such as a layer's new cache.
         if _is_update(output) and output.operands[0] is body.parameters[i] and i not in orders:
@@ -132,7 +126,7 @@ def _read_order(dot: Node, side: int) -> Order:
     inner = [d for d in range(len(dot.operands[side].type.shape)) if d not in batch[side]]
     if vector:
         inner = [*(d for d in inner if d not in summed[side]), *summed[side]]
-    return [*batch[side], *inner]
+    return (*batch[side], *inner)
 
 
 def _without_ones(order: Order, shape: Sequence[int], before: Sequence[int]) -> Order:
@@ -141,13 +135,13 @@ def _without_ones(order: Order, shape: Sequence[int], before: Sequence[int]) -> 
     if [shape[d] for d in kept] != [before[d] for d in left]:
         return ()
     ones = [d for d, size in enumerate(before) if size == 1]
-    return [*ones, *(left[kept.index(d)] for d in order if d in kept)]
+    return (*ones, *(left[kept.index(d)] for d in order if d in kept))
 
 
 def _read_turned(graph: Graph, node: Node, order: Order) -> None:
     """Change the order of a value's dimensions, and let its readers see the order from before."""
-    back = sorted(range(len(order)), key=order.__getitem__)
-    view = Node("transpose", [node], node.results, {"dimensions": tuple(back)}, source=node.source)
+    back = {"dimensions": inverse(order)}
+    view = Node("transpose", [node], node.results, back, source=node.source)
     for user in graph.nodes():
         user.operands = [view if operand is node else operand for operand in user.operands]
     graph.outputs = [view if output is node else output for output in graph.outputs]
@@ -159,25 +153,23 @@ def _above_transpose(node: Node) -> Node | None:
     first = node.operands[0] if node.operands else node
     if first.opcode != "transpose":
         return None
-    back = first.attrs["dimensions"]
-    order: Order = sorted(range(len(back)), key=back.__getitem__)
+    order = inverse(first.attrs["dimensions"])
     if _is_update(node):
-        return transposed(_turned_update(node, order), back, node.source)
+        return transposed(_turned_update(node, order), inverse(order), node.source)
     if node.opcode == "reshape":
         order = _without_ones(order, first.type.shape, node.type.shape)
-        back = sorted(range(len(order)), key=order.__getitem__)
     elif node.opcode != "dynamic-slice":
         return None
     if not order:
         return None
     shape = tuple(node.type.shape[d] for d in order)
     if node.opcode == "reshape":
-        return transposed(reshape(first.operands[0], shape, node), back, node.source)
+        return transposed(reshape(first.operands[0], shape, node), inverse(order), node.source)
     starts = [node.operands[1 + d] for d in order]
     kind = node.type._replace(shape=shape)
     attrs = {**node.attrs, "dynamic_slice_sizes": shape}
     made = Node(node.opcode, [first.operands[0], *starts], (kind,), attrs, source=node.source)
-    return transposed(made, back, node.source)
+    return transposed(made, inverse(order), node.source)
 
 
 def _is_update(node: Node) -> bool:
@@ -199,20 +191,36 @@ def _made_of(node: Node) -> Node | None:
     return found
 
 
-def _want(operand: Node, wanted: dict[int, tuple[int, ...]]) -> None:
+def _way_up(
+    node: Node, order: Order, through: Collection[str] = ()
+) -> Iterator[tuple[Node, Order]]:
+    """Yield what a value comes from, each with the order of its dimensions that gives the value's.
+
+    Args:
+        node: The value, which comes first.
+        order: The order of its dimensions.
+        through: Ops, besides those of :func:`_above`, whose operand has their order.
+    """
+    found: Node | None = node
+    while found is not None:
+        yield found, order
+        if found.opcode == "transpose":
+            order = tuple(found.attrs["dimensions"][d] for d in order)
+        elif found.opcode == "reshape" and "reshape" in through:
+            order = _without_ones(order, found.type.shape, found.operands[0].type.shape)
+        seen_through = order and found.opcode in through
+        found = found.operands[0] if seen_through else _above(found)
+
+
+def _want(operand: Node, wanted: dict[int, Order]) -> None:
     """Note the order in which a product reads each update that its operand comes from.
 
     A reshape in front of them keeps its own layout, and so does what is above it.
     """
-    node: Node | None = (start := source_of(operand))
-    order = tuple(range(len(start.type.shape)))
-    while node is not None:
-        if node.opcode == "transpose":
-            dims = node.attrs["dimensions"]
-            order = tuple(dims[d] for d in order)
-        elif _is_update(node) and wanted.setdefault(id(node), order) != order:
+    start = source_of(operand)
+    for node, order in _way_up(start, tuple(range(len(start.type.shape)))):
+        if _is_update(node) and wanted.setdefault(id(node), order) != order:
             return
-        node = _above(node)
 
 
 def _turned(node: Node, order: Sequence[int]) -> Node:

@@ -25,7 +25,7 @@ from opcast.models.power.law import (
     Work,
     board_law,
     fit_law,
-    grown_peak,
+    grown_peaks,
     held,
     shipped_law,
 )
@@ -144,10 +144,11 @@ def test_products_at_a_seventh_of_the_peak_take_the_same_joules_an_operation() -
     slow = replace(h100, name="slow", peak_flops={k: v / 7 for k, v in h100.peak_flops.items()})
     law, own = board_law(h100), board_law(slow)
     assert (own.active, own.matrix) == (law.active, law.matrix)
-    assert grown_peak(slow, "bf16") == pytest.approx(1 / 7) and grown_peak(h100, "f32") == 1.0
+    assert grown_peaks(slow, ["bf16"]) == pytest.approx(1 / 7)
+    assert grown_peaks(h100, ["f32"]) == 1.0
     # A seventh of the operations a second takes a seventh of the power.
     rates = np.ones(1), np.zeros(1), np.ones(1), np.zeros(1)
-    some = Work.of(*rates, 1.0, 1.0, np.zeros(1, bool), grown_peak(slow, "bf16"))
+    some = Work.of(*rates, 1.0, 1.0, np.zeros(1, bool), grown_peaks(slow, ["bf16"]))
     assert some.matrix[0] * own.matrix[0] == pytest.approx(law.matrix[0] / 7)
     # Matrix units of that size leak less.
     assert 0.6 * law.idle < own.idle < 0.8 * law.idle
