@@ -33,6 +33,17 @@ CLUSTER = "cluster"
 WHOLE = "whole"
 
 E = TypeVar("E", bound="Effects")
+#: Errors below this count quadratically: the difference between repeated runs (2 to 3 %).
+NOISE = 0.02
+#: Change of the effects, in units of their deviations, below which they count as converged.
+_SETTLED = 1e-3
+#: Weight of errors relative to the prior; chosen with clusters, sources and chips of training steps
+#: held out in turn, from 0.1 (more shrinkage: better for unseen sources) to 10 (less: better for
+#: known ones).
+ERROR = 0.15
+#: Weight of a measurement of the user's own cluster: it is from the machines that are predicted,
+#: and users have few. Engineering choice.
+OWN_WEIGHT = 10.0
 
 
 class Context(Protocol):
@@ -187,19 +198,6 @@ def source_note(machines: str, known: Iterable[str], source: str, device: str) -
     others = sorted(name.partition("|")[0] for name in known if name.endswith(f"|{device}"))
     told = f"; known on it: {', '.join(others)}" if others else ""
     return (f"nothing was learned of {machines} of {source!r} with {device}{told}",)
-
-
-#: Errors below this count quadratically: the difference between repeated runs (2 to 3 %).
-NOISE = 0.02
-#: Change of the effects, in units of their deviations, below which they count as converged.
-_SETTLED = 1e-3
-#: Weight of errors relative to the prior; chosen with clusters, sources and chips of training steps
-#: held out in turn, from 0.1 (more shrinkage: better for unseen sources) to 10 (less: better for
-#: known ones).
-ERROR = 0.15
-#: Weight of a measurement of the user's own cluster: it is from the machines that are predicted,
-#: and users have few. Engineering choice.
-OWN_WEIGHT = 10.0
 
 
 @dataclass(frozen=True)

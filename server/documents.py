@@ -36,6 +36,23 @@ _WHY = {
 }
 
 Responses = dict[int | str, dict[str, object]]
+_SCRIPTS = (
+    "breakdown.js",
+    "ask.js",
+    "charts.js",
+    "plans.js",
+    "answers.js",
+    "change.js",
+    "explore.js",
+)
+#: Zoo workloads of the named models, with the settings that the models' sizes do not determine.
+_OF_MODELS = {
+    "llama": {"batch": 1, "dtype": "bf16", "scan_layers": "true"},
+    "moe": {"batch": 1, "dtype": "bf16"},
+}
+_DENSE = {"layers", "d_model", "heads", "kv_heads", "d_ff", "vocab", "seq"}
+_SIZES = {"llama": _DENSE, "moe": _DENSE | {"experts", "top_k"}}
+_TITLE = "opcast: how long will it take?"
 
 
 def _errors(*statuses: int) -> Responses:
@@ -166,25 +183,6 @@ def extend(app: FastAPI, *, secured: bool) -> None:
 
     # FastAPI's documented way to extend the document.
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-_SCRIPTS = (
-    "breakdown.js",
-    "ask.js",
-    "charts.js",
-    "plans.js",
-    "answers.js",
-    "change.js",
-    "explore.js",
-)
-#: Zoo workloads of the named models, with the settings that the models' sizes do not determine.
-_OF_MODELS = {
-    "llama": {"batch": 1, "dtype": "bf16", "scan_layers": "true"},
-    "moe": {"batch": 1, "dtype": "bf16"},
-}
-_DENSE = {"layers", "d_model", "heads", "kv_heads", "d_ff", "vocab", "seq"}
-_SIZES = {"llama": _DENSE, "moe": _DENSE | {"experts", "top_k"}}
-_TITLE = "opcast: how long will it take?"
 
 
 def explorer_page(service: Service) -> str:

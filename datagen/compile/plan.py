@@ -37,6 +37,7 @@ SKIPPED_OPS, LARGE_OPS = frozenset(DATA["compile"]["skipped"]), DATA["compile"][
 _ATTEMPTS = 12
 #: Seed component of each stream: streams must not share random numbers.
 _STREAMS = {"op": 31, "random": 32, "zoo": 33, "large": 34}
+_SYMBOL = re.compile(r"@([A-Za-z_][\w.$-]*)")
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,6 @@ class CompilePlan:
 
     def _rng(self, stream: str, index: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, _STREAMS[stream], index])
-
-
-_SYMBOL = re.compile(r"@([A-Za-z_][\w.$-]*)")
 
 
 @dataclass(frozen=True)

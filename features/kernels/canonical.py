@@ -28,6 +28,11 @@ _KEPT = {section: frozenset(kept) for section, kept in NAMES["kept_configuration
 _PLAIN = frozenset(("outer_dimension_partitions", "known_trip_count"))
 #: Texts longer than this are whole programs (Mosaic, Triton) and are replaced by a digest.
 _LONG_TEXT = 256
+#: Entries per cache: bounds the memory of long runs over many programs.
+_MEMORY = 20_000
+_FREE = Cost()
+#: Types written as text: containers are unhashable, NaN and -0.0 compare wrongly, 1 == 1.0 == True.
+_WRITTEN = (dict, list, set, float, bool)
 
 
 def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
@@ -216,11 +221,6 @@ def _equal(first: Computation, second: Computation) -> bool:
     )
 
 
-#: Entries per cache: bounds the memory of long runs over many programs.
-_MEMORY = 20_000
-_FREE = Cost()
-
-
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
     """Position-independent properties of a kernel.
@@ -341,10 +341,6 @@ class Signatures:
             key = (comp.root, *[(*self._own(op), op.operands) for op in comp.ops])
             number = self._known[name] = self._ids.setdefault(key, len(self._ids))
         return number
-
-
-#: Types written as text: containers are unhashable, NaN and -0.0 compare wrongly, 1 == 1.0 == True.
-_WRITTEN = (dict, list, set, float, bool)
 
 
 def _frozen(attrs: dict[str, object]) -> tuple[object, ...]:

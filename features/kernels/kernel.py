@@ -25,6 +25,13 @@ KINDS = (
     "collective",
     "control",
 )
+#: Instructions that the target does not execute: they name parts of buffers, or are constant.
+FREE = BOOKKEEPING | named("no_kernel")
+_COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
+#: Parts of the targets of fused attention.
+_ATTENTION = ("fmha", "attention")
+#: Kinds by opcode; unlisted opcodes are arithmetic.
+_DIRECT = {name: spec.kind for name, spec in OPS.items() if spec.kind}
 
 
 @dataclass(slots=True)
@@ -146,15 +153,6 @@ class LoweredProgram:
     compile_seconds: float = 0.0
     entry_bytes: float = 0.0
     module: Program | None = field(default=None, repr=False, compare=False)
-
-
-#: Instructions that the target does not execute: they name parts of buffers, or are constant.
-FREE = BOOKKEEPING | named("no_kernel")
-_COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
-#: Parts of the targets of fused attention.
-_ATTENTION = ("fmha", "attention")
-#: Kinds by opcode; unlisted opcodes are arithmetic.
-_DIRECT = {name: spec.kind for name, spec in OPS.items() if spec.kind}
 
 
 def is_free(op: Op) -> bool:

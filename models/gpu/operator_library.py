@@ -32,6 +32,12 @@ SHIPPED = PRETRAINED / OPERATOR_MODEL
 #: Factor on bandwidths that removes memory from the physics: large enough to make traffic free,
 #: small enough to stay finite in 64 bits.
 ENDLESS = 1e9
+#: Fewest rows for boosted trees to learn the correction; with fewer they would overfit, so ridge
+#: regression is used. Engineering estimate; not fitted (docs/gpu.md).
+TREES_FROM = 500
+#: Folds for calibrating intervals, as in cross-fitting elsewhere
+#: (:data:`~opcast.models.training_data.crossfit.DEFAULT_FOLDS`).
+FOLDS = 4
 
 
 class Operators:
@@ -175,14 +181,6 @@ def widened(
     own = np.minimum(below, 0.0), np.maximum(above, 0.0)
     inside = found.in_domain if in_domain is None else in_domain
     return KernelPrediction.around(latency, with_error(own, (half, half)), source, inside)
-
-
-#: Fewest rows for boosted trees to learn the correction; with fewer they would overfit, so ridge
-#: regression is used. Engineering estimate; not fitted (docs/gpu.md).
-TREES_FROM = 500
-#: Folds for calibrating intervals, as in cross-fitting elsewhere
-#: (:data:`~opcast.models.training_data.crossfit.DEFAULT_FOLDS`).
-FOLDS = 4
 
 
 class Correction:

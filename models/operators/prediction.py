@@ -50,6 +50,9 @@ NEW_GROUP = "+"
 WITHIN = "|"
 #: Bounds without any calibration.
 UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
+#: Separator in the key of versions that are known for one family on one device only: library,
+#: device, family.
+SEPARATOR = "@"
 
 
 @dataclass(slots=True)
@@ -344,11 +347,6 @@ def moved_out(ends: Ends) -> Ends:
     wider, least = constants()["wider"], constants()["least_end"]
     lo, hi = wider * ends[0], wider * ends[1]
     return min(lo, -least * hi), max(hi, -least * lo)
-
-
-#: Separator in the key of versions that are known for one family on one device only: library,
-#: device, family.
-SEPARATOR = "@"
 
 
 def widen_unknown(

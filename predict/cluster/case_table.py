@@ -36,6 +36,10 @@ SIZES = {f.name: str(f.type) for f in fields(Workload) if f.type != "str" and f.
 Row = TypeVar("Row")
 #: Default of a flag: whether it holds, or ``None`` if an empty cell decides nothing.
 Default = TypeVar("Default", bool, None)
+#: Cells that identify the runs of a group of engines, in ``disaggregated.yaml``.
+_KEYS = ("framework", "device", "model_group", "weight_dtype", "isl", "osl")
+#: The engines of a run: prefill and decode workers, batch limit of a decode rank, and drafts.
+_Engines = tuple[str, str, int | str, int | str]
 
 
 def case_data() -> Any:
@@ -259,12 +263,6 @@ def noted_share(name: str, note: str) -> float | None:
         share = min(1.0, part / max(whole, 1)) * float(rule.get("share", 1.0))
         return 1.0 - share if rule.get("rest") else share
     return None
-
-
-#: Cells that identify the runs of a group of engines, in ``disaggregated.yaml``.
-_KEYS = ("framework", "device", "model_group", "weight_dtype", "isl", "osl")
-#: The engines of a run: prefill and decode workers, batch limit of a decode rank, and drafts.
-_Engines = tuple[str, str, int | str, int | str]
 
 
 def published_engines(cell: Cells) -> dict[str, object]:

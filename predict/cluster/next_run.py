@@ -42,6 +42,11 @@ _TELLS = {
     "launch": "launches from the host",
     "whole": "the cluster as a whole",
 }
+#: Concurrencies of candidate loads, and requests per request in flight of a run. Engineering
+#: choice: the host dominates at the lowest, matrix products and the KV cache at the highest.
+_IN_FLIGHT, _ROUNDS = (1, 4, 16, 64, 256), 4
+#: The metric to predict and to measure: mean time per output token.
+_METRIC = "tpot"
 
 
 @dataclass(frozen=True)
@@ -230,13 +235,6 @@ def _used(rows: Sequence[StepRow]) -> dict[str, list[str]]:
         if all(getattr(plan, axis) == 1 for plan in plans):
             grid[axis] = ["1"]
     return grid
-
-
-#: Concurrencies of candidate loads, and requests per request in flight of a run. Engineering
-#: choice: the host dominates at the lowest, matrix products and the KV cache at the highest.
-_IN_FLIGHT, _ROUNDS = (1, 4, 16, 64, 256), 4
-#: The metric to predict and to measure: mean time per output token.
-_METRIC = "tpot"
 
 
 def next_serving(

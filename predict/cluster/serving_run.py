@@ -23,6 +23,13 @@ from .serving_case import LoadSpec
 from .serving_engine import cache_transfer
 from .serving_load import is_open
 
+#: Coefficient of variation of output lengths up to which the requests of a closed loop stay in
+#: lock-step: at 3 %, 16 and 64 requests of Llama 3.1 70B wait 1.1 and 1.2 times as long as at 12 %,
+#: at 0 % four times as long.
+LOCK_STEP = 0.03
+#: Lengths of requests that drift apart, relative to the mean: uniform between these. A choice.
+DRIFT = (0.8, 1.2)
+
 
 @dataclass(frozen=True)
 class Simulated:
@@ -147,14 +154,6 @@ def run_load(
         transfer=cache_transfer(own),
         record=record,
     )
-
-
-#: Coefficient of variation of output lengths up to which the requests of a closed loop stay in
-#: lock-step: at 3 %, 16 and 64 requests of Llama 3.1 70B wait 1.1 and 1.2 times as long as at 12 %,
-#: at 0 % four times as long.
-LOCK_STEP = 0.03
-#: Lengths of requests that drift apart, relative to the mean: uniform between these. A choice.
-DRIFT = (0.8, 1.2)
 
 
 def drifted(load: Load, seed: int) -> tuple[str, Load] | None:

@@ -29,6 +29,9 @@ _FREE = ("func.return", "stablehlo.return")
 _DEVICE = "Name of a device, or of a device file"
 _MODEL = "Name or folder of a model"
 _HASH = "Digest of the model: opcast hespas fills it in"
+#: SSA values of MLIR, such as ``%2``, ``%arg0`` and ``%3#1`` (a result of a multi-result op).
+_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+_RESULT = re.compile(r"^\s*%[\w$.-]+(?::\d+)?\s*=\s*")
 
 
 class OpcastEstimator(ComputeEstimator):
@@ -121,11 +124,6 @@ def _answer(prediction: Prediction) -> tuple[float, dict[str, object]]:
         "lowering": prediction.lowering,
         "in_domain_share": prediction.in_domain_share,
     }
-
-
-#: SSA values of MLIR, such as ``%2``, ``%arg0`` and ``%3#1`` (a result of a multi-result op).
-_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
-_RESULT = re.compile(r"^\s*%[\w$.-]+(?::\d+)?\s*=\s*")
 
 
 def op_program(

@@ -33,6 +33,8 @@ INDEX_BYTES = 132.0
 NARROW = 8
 #: Bytes per element of a recurrent state (``mamba_ssm_dtype`` of published configurations).
 STATE_BYTES = 4.0
+#: Name patterns of formats.
+_NAMES = own_data("simulate/serving/names.yaml")
 
 
 @dataclass(frozen=True)
@@ -286,10 +288,6 @@ class EnginePlan:
 def kinds_of(workload: Workload) -> dict[Workload, int]:
     """Number of layers of each kind, in order of first occurrence."""
     return dict(Counter(layer_kinds(workload)))
-
-
-#: Name patterns of formats.
-_NAMES = own_data("simulate/serving/names.yaml")
 
 
 class Formats(NamedTuple):

@@ -17,6 +17,8 @@ _ROUNDS = 10
 _FIRST = 4
 #: Words of one counter's block.
 _WORDS = 4
+#: Type of positions in an array.
+INDEX = "s32"
 
 
 def philox(node: Node) -> Node | None:
@@ -142,10 +144,6 @@ class _Philox:
 
     def _op(self, opcode: str, *operands: Node) -> Node:
         return Node(opcode, list(operands), operands[0].results, source=self.node.source)
-
-
-#: Type of positions in an array.
-INDEX = "s32"
 
 
 def scattered(node: Node, program: Program) -> Node:

@@ -47,6 +47,20 @@ from .simplify import simplify
 from .transposes import move_transposes, sink_transposes
 from .updates import copy_read_later, turn_loop_state, turn_updates
 
+#: What the library's reductions combine by, and their types; beside them it has element-wise ops.
+_REDUCERS, _TYPES = frozenset(("add", "maximum", "minimum")), frozenset(("f32", "f16", "bf16"))
+_BESIDE = frozenset(("parameter", "constant", "broadcast", "reduce", "bitcast"))
+#: Element-wise ops that it lacks.
+_LACKED = frozenset(("select", "compare", "is-finite", "clamp"))
+#: Bytes, or units of work, that a part of a loop has at least, and what a transcendental and a byte
+#: count (ParallelCostModel in XLA's cpu/parallel_task_assignment.cc; ten loops are split for two
+#: cores from the sizes on that they give, by JAX 0.10.2).
+_PART_BYTES, _PART_WORK = 256 << 10, 100_000
+_TRANSCENDENTAL_WORK, _BYTE_WORK = 2, 10
+#: Ops without a kernel whose expansion is other work than their own: products for every group
+#: instead of one, sorted rows instead of rows that are read once.
+EXPANDED = frozenset(("ragged-dot", "topk"))
+
 
 def lower_fused(
     source: SourceProgram,
@@ -275,18 +289,6 @@ def _reducer(name: str, program: Program) -> str:
     return wide
 
 
-#: What the library's reductions combine by, and their types; beside them it has element-wise ops.
-_REDUCERS, _TYPES = frozenset(("add", "maximum", "minimum")), frozenset(("f32", "f16", "bf16"))
-_BESIDE = frozenset(("parameter", "constant", "broadcast", "reduce", "bitcast"))
-#: Element-wise ops that it lacks.
-_LACKED = frozenset(("select", "compare", "is-finite", "clamp"))
-#: Bytes, or units of work, that a part of a loop has at least, and what a transcendental and a byte
-#: count (ParallelCostModel in XLA's cpu/parallel_task_assignment.cc; ten loops are split for two
-#: cores from the sizes on that they give, by JAX 0.10.2).
-_PART_BYTES, _PART_WORK = 256 << 10, 100_000
-_TRANSCENDENTAL_WORK, _BYTE_WORK = 2, 10
-
-
 def as_on_host(program: Program, cores: int) -> None:
     """Give fusions the kind and the parts that XLA:CPU would.
 
@@ -327,11 +329,6 @@ def _parts(op: Op, computation: Computation, program: Program, cores: int) -> in
         work = cost.flops + _TRANSCENDENTAL_WORK * cost.transcendentals + _BYTE_WORK * cost.bytes
         most, parts = cores, int(work) // _PART_WORK
     return max(min(most, parts, prod(op.type.shape)), 1)
-
-
-#: Ops without a kernel whose expansion is other work than their own: products for every group
-#: instead of one, sorted rows instead of rows that are read once.
-EXPANDED = frozenset(("ragged-dot", "topk"))
 
 
 def as_run(source: SourceProgram, platform: str) -> tuple[SourceProgram, list[str]]:

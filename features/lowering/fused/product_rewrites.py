@@ -19,6 +19,9 @@ from .reductions import accumulated, product_sizes, summed
 #: a reduction: the threshold in XLA's dot_strength_reduction.cc. Larger ones are worth a library
 #: call or a Triton kernel; neither takes two vectors.
 SMALL_PRODUCT = 10_000_000
+#: Products are merged if at least one moves no more bytes than this: the default of
+#: ``xla_gpu_dot_merger_threshold_mb``.
+MERGE_BYTES = 32 << 20
 
 
 def reduce_vector_products(
@@ -161,11 +164,6 @@ def _spread(dot: Node, side: int) -> Node:
         dims = [0, *dims] if batch < free else [*dims, 0]
     wide = spread(reshape(operand, tuple(shape[d] for d in dims)), dims, shape, dot.source)
     return converted(wide, dot.type.dtype, dot.source)
-
-
-#: Products are merged if at least one moves no more bytes than this: the default of
-#: ``xla_gpu_dot_merger_threshold_mb``.
-MERGE_BYTES = 32 << 20
 
 
 def merge_dots(graph: Graph) -> None:
