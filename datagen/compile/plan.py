@@ -10,10 +10,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...common.types import MlirObject
 from ...features.ir.mlir.bindings import parse_module, tag_locations, walk_ops, write_bytecode
 from ...features.kernels.extract import tagged_ops
 from ...features.kernels.kernel import Kernel
@@ -225,7 +226,7 @@ def _name(function: ir.OpView | ir.Operation) -> str:
     return str(_attribute(function, "sym_name").value)
 
 
-def _attribute(function: ir.OpView | ir.Operation, name: str) -> Any:
+def _attribute(function: ir.OpView | ir.Operation, name: str) -> MlirObject:
     return function.attributes[name]
 
 

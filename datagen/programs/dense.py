@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 from jax import lax
@@ -176,7 +175,7 @@ def conv_input_grad(draws: Draws) -> Draft:
     like = struct(x.shape, x.dtype)
     out = _conv_result(conv, x, w)
 
-    def function(grad: jax.Array, weight: jax.Array) -> Any:
+    def function(grad: jax.Array, weight: jax.Array) -> object:
         return jax.linear_transpose(lambda v: conv(v, weight), like)(grad)[0]
 
     return Draft(function, (out, w), note)
@@ -188,7 +187,7 @@ def conv_filter_grad(draws: Draws) -> Draft:
     like = struct(w.shape, w.dtype)
     out = _conv_result(conv, x, w)
 
-    def function(image: jax.Array, grad: jax.Array) -> Any:
+    def function(image: jax.Array, grad: jax.Array) -> object:
         return jax.linear_transpose(lambda v: conv(image, v), like)(grad)[0]
 
     return Draft(function, (x, Arg(out.shape, out.dtype, high=0.05)), note)

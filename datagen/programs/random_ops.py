@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...common.types import JaxObject
 from .draws import FLOATS, indices, values
 from .elementwise import CHAIN
 from .random_values import HELD, Pool, Step, Value, motif
@@ -188,7 +189,7 @@ def dropout(pool: Pool, x: Value) -> Step:
         key = Arg((4,), "u32", "integer", 0, 2**32)
 
         def by_bits(v: jax.Array, state: jax.Array) -> jax.Array:
-            generate: Any = lax.rng_bit_generator
+            generate: JaxObject = lax.rng_bit_generator
             bits = generate(state, v.shape, dtype=jnp.uint32)[1]
             # 7/8 of the 32-bit range is kept; 9/8 approximates the correction by 8/7.
             return jnp.where(bits < np.uint32(0xE0000000), v * 1.125, 0)
@@ -269,7 +270,7 @@ def convert(pool: Pool, x: Value) -> Step:
 def branch(pool: Pool, x: Value) -> Step:
     """Make a conditional by a scalar."""
 
-    def function(v: jax.Array, flag: jax.Array) -> Any:
+    def function(v: jax.Array, flag: jax.Array) -> object:
         return lax.cond(flag > 0, lambda u: jnp.tanh(u), lambda u: u * 0.5, v)
 
     return Step(function, (x,), (Arg((), "s32", "integer", 0, 2),))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from ...common.types import JaxObject
 from ...features.ir.program import HLO_NAMES
 from .cost import Estimate, estimate
 from .draws import FLOATS, Draws, gradient, struct, values
@@ -212,7 +213,7 @@ def backward(pool: Pool, step: Step) -> Step | None:
     operands: list[Value | Arg] = [*step.inputs, *step.args]
     wanted = tuple(i for i, v in enumerate(operands) if v.dtype in FLOATS)
     structs = [struct(v.shape, v.dtype) for v in operands]
-    shape_of: Any = jax.eval_shape
+    shape_of: JaxObject = jax.eval_shape
     out = shape_of(step.function, *structs)
     if not wanted or isinstance(out, tuple):
         return None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...common.types import JaxObject
 from .draws import BATCHES, CHANNELS, IMAGES, Draft, Draws, Function, struct, values
 from .source import Arg, numpy_dtype
 
@@ -149,7 +150,7 @@ def select_and_scatter(draws: Draws) -> Draft:
 
     out = jax.eval_shape(largest, struct(shape, "f32")).shape
 
-    def function(x: jax.Array, grad: jax.Array) -> Any:
+    def function(x: jax.Array, grad: jax.Array) -> object:
         return jax.vjp(largest, x)[1](grad)[0]
 
     return Draft(function, (Arg(shape, "f32"), Arg(tuple(out), "f32")))
@@ -199,7 +200,7 @@ def associative_scan(draws: Draws) -> Draft:
     arg = draws.array(12, 1000, (2, 3), "f32")
     axis = max(0, len(arg.shape) - 2)
 
-    def function(a: jax.Array, b: jax.Array) -> Any:
+    def function(a: jax.Array, b: jax.Array) -> object:
         def combine(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
             return left[0] * right[0], right[0] * left[1] + right[1]
 
@@ -263,7 +264,7 @@ def rng_bit_generator(draws: Draws) -> Draft:
     dtype = draws.dtype("u32", "u32", "u8", "u16")
     shape = draws.shape(draws.elements("u32", 2.5, 1600))
     kind = numpy_dtype(dtype)
-    generate: Any = lax.rng_bit_generator
+    generate: JaxObject = lax.rng_bit_generator
     state = Arg((4,), "u32", "integer", 0, 2**32)
     return Draft(lambda s: generate(s, shape, dtype=kind), (state,))
 
@@ -281,7 +282,7 @@ def threefry(draws: Draws) -> Draft:
     draw: Any = draws.choice((jax.random.uniform, jax.random.normal, jax.random.bernoulli))
     key = Arg((2,), "u32", "integer", 0, 2**32)
 
-    def function(data: jax.Array) -> Any:
+    def function(data: jax.Array) -> object:
         return draw(threefry_key(data), shape=shape)
 
     return Draft(function, (key,))

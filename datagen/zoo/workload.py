@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...common.types import JaxObject
+
 if TYPE_CHECKING:
     import jax
     from jax import export
@@ -48,7 +50,7 @@ class Workload:
     draws: tuple[Draw, ...] = field(repr=False)
 
     @property
-    def jitted(self) -> Any:
+    def jitted(self) -> JaxObject:
         """The function under ``jax.jit``, with its donated arguments; unused ones are kept."""
         import jax
 
@@ -100,7 +102,7 @@ class Workload:
         if format == "text":
             return self.mlir(platform=platform).encode()
         if format == "bytecode":
-            module: Any = self.lower(platform).compiler_ir("stablehlo")
+            module: JaxObject = self.lower(platform).compiler_ir("stablehlo")
             buffer = io.BytesIO()
             module.operation.write_bytecode(buffer)
             return buffer.getvalue()

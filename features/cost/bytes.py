@@ -33,7 +33,7 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
     updates and scatters run in place: they read and write the updates and read the indices.
 
     Args:
-        op: Any op except control flow and fusions.
+        op: An op except control flow and fusions.
         comp: The computation that contains it.
 
     Returns:

@@ -46,7 +46,7 @@ def op_work(op: Op, comp: Computation, program: Program) -> Work:
     """Count the FLOPs and transcendentals of one execution of an op.
 
     Args:
-        op: Any op; for fusions, calls and control flow the called computations are counted, those
+        op: An op; for fusions, calls and control flow the called computations are counted, those
             of a loop once per iteration (once if the trip count is unknown).
         comp: The computation that contains it.
         program: The program with the called computations.
@@ -319,7 +319,7 @@ def op_cost(op: Op, comp: Computation, program: Program) -> Cost:
     """Compute the cost of one op, including everything that it calls.
 
     Args:
-        op: Any op.
+        op: An op.
         comp: The computation that contains it.
         program: The program with the called computations.
 

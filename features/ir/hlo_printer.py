@@ -36,7 +36,7 @@ def print_hlo(program: Program) -> str:
     (``chlo.erf_inv``).
 
     Args:
-        program: Any program, including one read from StableHLO.
+        program: A program, including one read from StableHLO.
 
     Returns:
         The module text with one instruction per line.

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import mlir as _jax_mlir
 from jaxlib.mlir import ir
 
+from ...common.types import JaxObject, MlirObject
 from .jax_compat import backends_started
 from .pallas_work import kernel_work
 from .platforms import Platform, known_platform
@@ -39,7 +39,9 @@ def assumed_device(platform: Platform) -> Iterator[None]:
     if backends_started() and known_platform(jax.default_backend()) == platform.name:
         yield
         return
-    changes: list[tuple[Any, str, object]] = [(_jax_mlir.ModuleContext, "get_backend", _client)]
+    changes: list[tuple[JaxObject, str, object]] = [
+        (_jax_mlir.ModuleContext, "get_backend", _client)
+    ]
     if platform.name == "cuda":
         own = platform.capability or 90
 
@@ -82,8 +84,8 @@ def kernels_counted(platform: str) -> Iterator[None]:
         platform: Target platform by JAX's name.
     """
     # If the module is not imported, there are no Pallas kernels.
-    pallas: Any = sys.modules.get("jax._src.pallas.pallas_call")
-    table: Any = getattr(_jax_mlir, "_lowerings", {})
+    pallas: JaxObject = sys.modules.get("jax._src.pallas.pallas_call")
+    table: JaxObject = getattr(_jax_mlir, "_lowerings", {})
     primitive = getattr(pallas, "pallas_call_p", None)
     entry = table.get(primitive)
     if entry is None:
@@ -91,7 +93,7 @@ def kernels_counted(platform: str) -> Iterator[None]:
         return
     rule = getattr(entry, "rule", entry)
 
-    def counted(ctx: Any, *args: Any, **params: Any) -> Any:
+    def counted(ctx: JaxObject, *args: JaxObject, **params: JaxObject) -> JaxObject:
         results = rule(ctx, *args, **params)
         work = kernel_work(params, streams=platform == "tpu")
         if work is not None:
@@ -105,7 +107,7 @@ def kernels_counted(platform: str) -> Iterator[None]:
         table[primitive] = entry
 
 
-def _attach_work(results: Any, work: str) -> None:
+def _attach_work(results: MlirObject, work: str) -> None:
     """Write the work into the custom call that makes the results, a few ops before them."""
     values = [v for v in jax.tree.leaves(results) if isinstance(v, ir.Value)]
     for _ in range(_MOST_BETWEEN):
@@ -116,7 +118,7 @@ def _attach_work(results: Any, work: str) -> None:
                 key = "mhlo.frontend_attributes"
                 entries: dict[str, ir.Attribute] = {WORK: ir.StringAttr.get(work)}
                 if key in own.attributes:
-                    given: Any = own.attributes[key]
+                    given: MlirObject = own.attributes[key]
                     entries |= {a.name: a.attr for a in given}
                 own.attributes[key] = ir.DictAttr.get(entries)
                 return
@@ -124,7 +126,7 @@ def _attach_work(results: Any, work: str) -> None:
 
 
 @contextmanager
-def _changed(changes: Sequence[tuple[Any, str, object]]) -> Iterator[None]:
+def _changed(changes: Sequence[tuple[JaxObject, str, object]]) -> Iterator[None]:
     """Replace attributes inside the block, skipping those that this JAX version lacks."""
     before = [(o, name, getattr(o, name)) for o, name, _ in changes if hasattr(o, name)]
     try:

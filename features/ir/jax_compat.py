@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from jax.extend.source_info_util import register_exclusion
 from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
 
+from ...common.types import JaxObject
 from .mlir.bindings import parse_module, walk_ops, write_bytecode
 
 # For a function of JAX itself only the caller's line is known, which must not be one of opcast's.
@@ -31,7 +31,7 @@ for _own in ("__main__.py", "cli", "features", "predict", "server", "workflows")
     register_exclusion(str(Path(__file__).parents[2] / _own))
 
 
-def lowered_platforms(lowered: Any) -> tuple[str, ...]:
+def lowered_platforms(lowered: JaxObject) -> tuple[str, ...]:
     """Return the target platforms of a ``jax.stages.Lowered``; empty if it names none."""
     found = getattr(getattr(lowered, "_lowering", None), "_platforms", None)
     return tuple(map(str, found or ()))
@@ -39,7 +39,7 @@ def lowered_platforms(lowered: Any) -> tuple[str, ...]:
 
 def compile_module(
     module: ir.Module, replicas: int, partitions: int, flags: Mapping[str, object] | None = None
-) -> Any:
+) -> JaxObject:
     """Compile for JAX's default backend.
 
     Args:
@@ -107,7 +107,9 @@ def backends_started() -> bool:
     return bool(_xla_bridge.backends_are_initialized())
 
 
-def execute(executable: Any, arguments: Sequence[object], device_count: int) -> list[jax.Array]:
+def execute(
+    executable: JaxObject, arguments: Sequence[object], device_count: int
+) -> list[jax.Array]:
     """Run a loaded executable.
 
     Args:
@@ -123,14 +125,14 @@ def execute(executable: Any, arguments: Sequence[object], device_count: int) -> 
         return list(executable.execute(arrays))
     devices = executable.local_devices()
     given = executable.get_parameter_shardings() or [None] * len(arrays)
-    whole: Any = _hlo.HloSharding.replicate()
+    whole: JaxObject = _hlo.HloSharding.replicate()
     shardings = [GSPMDSharding(devices, s if s is not None else whole) for s in given]
     arrays = [_on_device(a, s) for a, s in zip(arguments, shardings, strict=True)]
     results = executable.execute_sharded(arrays)
     return [per_device[0] for per_device in results.disassemble_into_single_device_arrays()]
 
 
-def _on_device(array: object, sharding: jax.sharding.Sharding | None) -> Any:
+def _on_device(array: object, sharding: jax.sharding.Sharding | None) -> JaxObject:
     if isinstance(array, jax.Array) and (sharding is None or array.sharding == sharding):
         return array
     with jax.enable_x64(True):  # keeps 64-bit arguments as they are
@@ -148,7 +150,7 @@ class TracedFunction:
     """
 
     name: str
-    function: Any
+    function: JaxObject
     args: tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -160,17 +162,17 @@ def recorded_functions() -> Iterator[list[TracedFunction]]:
         A list that grows with each function; functions of JAX itself are left out.
     """
     found: list[TracedFunction] = []
-    pjit: Any = _pjit
+    pjit: JaxObject = _pjit
     original = pjit._resolve_and_lower
     own = str(Path(jax.__file__).parent)
 
-    def record(args: Any, *rest: Any, jaxpr: Any, **options: Any) -> Any:
+    def record(args: JaxObject, *rest: object, jaxpr: JaxObject, **options: JaxObject) -> JaxObject:
         debug = jaxpr.jaxpr.debug_info
         if not str(debug.func_filename or own).startswith(own):
             donated = tuple(i for i, flag in enumerate(options["donated_invars"]) if flag)
             function = jax.jit(_core.jaxpr_as_fun(jaxpr), donate_argnums=donated)
             # JAX has no annotations for it, and strict type checking rejects untyped calls.
-            struct: Any = jax.ShapeDtypeStruct
+            struct: JaxObject = jax.ShapeDtypeStruct
             shapes = tuple(struct(a.shape, a.dtype) for a in jaxpr.in_avals)
             found.append(TracedFunction(options["name"], function, shapes))
         return original(args, *rest, jaxpr=jaxpr, **options)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...common.errors import WARNING
+from ...common.types import MlirObject
 from ..devices.rules import capability_of
 
 if TYPE_CHECKING:
@@ -176,11 +177,11 @@ def _index_argument(function: ir.Operation) -> int | None:
     """Return the position of the argument that JAX marks as the platform's number."""
     if "arg_attrs" not in function.attributes:
         return None
-    attributes: Any = function.attributes["arg_attrs"]
+    attributes: MlirObject = function.attributes["arg_attrs"]
     return next((n for n, own in enumerate(attributes) if INDEX in str(own)), None)
 
 
-def _callee(op: Any) -> str:
+def _callee(op: MlirObject) -> str:
     from jaxlib.mlir import ir
 
     op = op.operation
@@ -213,12 +214,12 @@ def _drop_argument(function: ir.Operation, place: int) -> None:
     from jaxlib.mlir import ir
 
     function.regions[0].blocks[0].erase_argument(place)
-    kind: Any = ir.TypeAttr(function.attributes["function_type"]).value
+    kind: MlirObject = ir.TypeAttr(function.attributes["function_type"]).value
     inputs = [own for n, own in enumerate(kind.inputs) if n != place]
     function.attributes["function_type"] = ir.TypeAttr.get(
         ir.FunctionType.get(inputs, kind.results)
     )
-    attributes: Any = function.attributes["arg_attrs"]
+    attributes: MlirObject = function.attributes["arg_attrs"]
     kept = [own for n, own in enumerate(attributes) if n != place]
     function.attributes["arg_attrs"] = ir.ArrayAttr.get(kept)
 
@@ -250,7 +251,7 @@ def _constant(value: ir.Value[ir.Type]) -> int | None:
     """Return the integer value of a constant; ``None`` if it is unknown."""
     from jaxlib.mlir import ir
 
-    owner: Any = value.owner
+    owner: MlirObject = value.owner
     if isinstance(owner, ir.Block):
         return None
     if owner.name == "stablehlo.convert":
@@ -263,7 +264,7 @@ def _constant(value: ir.Value[ir.Type]) -> int | None:
         return max(low, min(number, high))
     if owner.name != "stablehlo.constant":
         return None
-    literal: Any = ir.DenseIntElementsAttr(owner.attributes["value"])
+    literal: MlirObject = ir.DenseIntElementsAttr(owner.attributes["value"])
     return int(literal[0]) if len(literal) == 1 else None
 
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...common.errors import ProgramError
+from ...common.types import JaxObject
 from .jax_function import FunctionCall
 from .platforms import Platform, known_platform, marked_platforms
 from .program import Program
@@ -349,7 +350,7 @@ def _from_torch(
     return made(platform)
 
 
-def _from_lowered(lowered: Any, origin: str, trip_counts: TripCounts) -> SourceProgram:
+def _from_lowered(lowered: JaxObject, origin: str, trip_counts: TripCounts) -> SourceProgram:
     from .jax_compat import lowered_platforms
 
     source = _from_module(lowered.compiler_ir("stablehlo"), origin, trip_counts)
@@ -358,7 +359,7 @@ def _from_lowered(lowered: Any, origin: str, trip_counts: TripCounts) -> SourceP
 
 
 def _from_export(
-    exported: Any, origin: str, trip_counts: TripCounts, platform: Platform | None
+    exported: JaxObject, origin: str, trip_counts: TripCounts, platform: Platform | None
 ) -> SourceProgram:
     """Read an export; if it is for several platforms, select the branches of the given one."""
     source = _stablehlo(bytes(exported.mlir_module_serialized), origin, trip_counts)
@@ -384,7 +385,7 @@ def _from_export(
     return source
 
 
-def _compiled_platforms(compiled: Any) -> tuple[str, ...]:
+def _compiled_platforms(compiled: JaxObject) -> tuple[str, ...]:
     """Return the platforms of the devices that a ``jax.stages.Compiled`` runs on."""
     import jax
 
@@ -393,7 +394,7 @@ def _compiled_platforms(compiled: Any) -> tuple[str, ...]:
     return tuple(sorted({known_platform(device.platform) for device in devices}))
 
 
-def _from_module(module: Any, origin: str, trip_counts: TripCounts) -> SourceProgram:
+def _from_module(module: JaxObject, origin: str, trip_counts: TripCounts) -> SourceProgram:
     from .mlir.bindings import write_bytecode
 
     return _stablehlo(write_bytecode(module), origin, trip_counts)

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...common.errors import LoweringError
-from ...common.types import JsonMapping
+from ...common.types import JaxObject, JsonMapping
 from ..devices.device import DeviceSpec
 from ..ir.hlo_reader import parse_hlo
 from ..ir.mlir.locations import SourceOps
@@ -284,7 +284,7 @@ def _as_stablehlo(source: SourceProgram) -> SourceProgram:
     return converted
 
 
-def _peak(executable: Any) -> float:
+def _peak(executable: JaxObject) -> float:
     """Return the bytes of arguments, results and temporaries, counting donated arguments once.
 
     The compiler's ``peak_memory_in_bytes`` excludes temporaries on CPUs.

@@ -153,7 +153,7 @@ class KnownDevices:
         devices that the model of unseen devices learned from.
 
         Args:
-            device: Any devices, shape ``(n,)``.
+            device: Devices, shape ``(n,)``.
             devices: Descriptions by name.
 
         Returns:

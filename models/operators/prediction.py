@@ -241,7 +241,7 @@ class DeviceIntervals:
         """Bounds in seconds for rows of groups unseen on their devices, shape ``(n,)`` each.
 
         Args:
-            device: Any devices, shape ``(n,)``.
+            device: Devices, shape ``(n,)``.
             predicted_s: Predictions, shape ``(n,)``.
         """
         code, names = distinct(device)

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -149,7 +150,7 @@ class ParentRun:
         run_id: Id of the run.
     """
 
-    mlflow: Any
+    mlflow: ModuleType
     run_id: str
 
     def log(self, run: RunLog) -> None:
@@ -202,7 +203,7 @@ def _end_group(server: subprocess.Popen[bytes]) -> None:
         os.killpg(server.pid, signal.SIGKILL)
 
 
-def _log(mlflow: Any, run: RunLog) -> None:
+def _log(mlflow: ModuleType, run: RunLog) -> None:
     """Log the contents of a run to the active run."""
     mlflow.set_tag("opcast_version", __version__)
     data = {"data": ",".join(Path(folder).name for folder in run.datasets)} if run.datasets else {}
@@ -240,7 +241,7 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _log_datasets(mlflow: Any, datasets: Mapping[str, str]) -> None:
+def _log_datasets(mlflow: ModuleType, datasets: Mapping[str, str]) -> None:
     """Log origin and digest of the data, without a copy."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -254,7 +255,7 @@ def _log_datasets(mlflow: Any, datasets: Mapping[str, str]) -> None:
     mlflow.MlflowClient().log_inputs(mlflow.active_run().info.run_id, inputs)
 
 
-def _distinct(mlflow: Any, name: str) -> str:
+def _distinct(mlflow: ModuleType, name: str) -> str:
     """An unused run name, with a number appended if necessary."""
     quoted = name.replace("'", "")
     found = mlflow.search_runs(
@@ -269,7 +270,7 @@ def _distinct(mlflow: Any, name: str) -> str:
     return f"{name}-{number}"
 
 
-def connect(root: Path | None) -> Any:
+def connect(root: Path | None) -> ModuleType:
     """Connect MLflow to the store, which is created if missing.
 
     Raises:
@@ -321,7 +322,7 @@ def _explained(base: Path) -> Iterator[None]:
         ) from error
 
 
-def _register(mlflow: Any, run_id: str, name: str) -> None:
+def _register(mlflow: ModuleType, run_id: str, name: str) -> None:
     client = mlflow.MlflowClient()
     source = f"{client.get_run(run_id).info.artifact_uri}/model"
     known = {model.name for model in client.search_registered_models()}
@@ -357,7 +358,7 @@ def capped(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.iloc[drawn].reset_index(drop=True)
 
 
-def log_predictions(mlflow: Any, frame: pd.DataFrame) -> None:
+def log_predictions(mlflow: ModuleType, frame: pd.DataFrame) -> None:
     """Log the frame of :func:`tidy` to the active run."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / FILE

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pandas as pd
 
@@ -169,7 +169,7 @@ def _chosen(table: pd.DataFrame, wanted: str) -> pd.DataFrame:
     return chosen
 
 
-def _read(mlflow: Any, record: JsonMapping) -> TrackedRun | None:
+def _read(mlflow: ModuleType, record: JsonMapping) -> TrackedRun | None:
     client = mlflow.MlflowClient()
     run_id = str(record["run_id"])
     if FILE not in {item.path for item in client.list_artifacts(run_id)}:

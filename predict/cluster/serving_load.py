@@ -14,6 +14,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError, PlanError
 from ...common.files import parse_json
+from ...common.types import JsonObject
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load, Run
 from ...simulate.serving.policies import ROUTERS, framework_defaults
@@ -94,7 +95,7 @@ def parse_load(text: str) -> LoadSpec:
         _TEXT_NAMES.get(f.name, f.name): Path if f.name == "requests" else named[f.name]
         for f in fields(LoadSpec)
     }
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     hint = "NAME=VALUE: " + ", ".join(kinds)
     for name, value in pairs_of(text, "load", hint).items():
         if name not in kinds or not value:
@@ -278,7 +279,7 @@ def _checked(known: pd.DataFrame, said: pd.DataFrame, path: Path) -> Load:
     )
 
 
-def _mooncake(rows: Sequence[dict[str, Any]], path: Path) -> Load:
+def _mooncake(rows: Sequence[JsonObject], path: Path) -> Load:
     frame = pd.DataFrame(
         {
             # Milliseconds.
@@ -297,7 +298,7 @@ def _mooncake(rows: Sequence[dict[str, Any]], path: Path) -> Load:
     )
 
 
-def _benchmark(data: dict[str, Any], path: Path) -> Load:
+def _benchmark(data: JsonObject, path: Path) -> Load:
     """Return a load of the lengths, and the rate or concurrency, of a benchmark run."""
     lengths = {"prompt": data["input_lens"], "output": data["output_lens"]}
     frame = pd.DataFrame({"arrival_s": 0.0, **lengths})

@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from math import ceil, log2, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...common.files import own_data
+from ...common.types import JsonObject
 from ...features.ir.torch.record import AtenCall
 from ...models.gpu.routes import SECTOR
 
@@ -228,7 +229,7 @@ def sort_traffic(call: AtenCall) -> tuple[float, int]:
     return width * 2.0 * (given.bytes + _INDEX * count), 1
 
 
-def selection(call: AtenCall) -> dict[str, Any]:
+def selection(call: AtenCall) -> JsonObject:
     """Return ``serial`` and ``swept`` of a selection by one GPU block per row; else nothing.
 
     These are the dependent loads of a thread, and the bytes of all passes.

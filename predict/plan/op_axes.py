@@ -32,7 +32,7 @@ def op_axes(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:
     """Return the dimensions of an op's loop nest.
 
     Args:
-        op: Any op except loops, branches and calls.
+        op: An op except loops, branches and calls.
         kinds: Types of its operands.
     """
     rule = _RULES.get(op.opcode)

@@ -327,7 +327,7 @@ def read_planned(
     """Read a program for planning.
 
     Args:
-        program: Any input of :func:`read_program`. If it has shardings, the plan is compared with
+        program: An input of :func:`read_program`. If it has shardings, the plan is compared with
             them.
         batch: Batch dimension by name or number of an argument; ``None`` to detect it.
         platform: Platform that a function is lowered for.

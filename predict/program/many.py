@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .case import ProgramCase
     from .predictor import Predictor
 
-#: Any representation of a program.
+#: A representation of a program.
 Asked = TypeVar("Asked")
 #: Returns the figures and notes of a program on each design of a chip, or an error.
 Answers = Callable[[Callable[[], object], "Chip"], "list[JsonObject | Exception]"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.interval import Interval
+from ...common.types import JsonMapping
 from ...common.units import duration, per_second, plain, quantity, size
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Slo
@@ -290,7 +291,7 @@ def _table(*names: str, numbers: bool = True) -> Table:
 
 def print_fleet(console: Console, prediction: FleetPrediction) -> None:
     """Print totals, pools, the worst hours, and the alternative of a static fleet."""
-    data: Any = prediction.to_dict()
+    data: JsonMapping = prediction.to_dict()
     cost = (
         f"{plain(data['cost'])} $"
         if "cost" in data
@@ -337,11 +338,11 @@ def _share(kept: float) -> str:
     return f"{kept:.2%}" if kept < 0.99995 else "> 99.99%"
 
 
-def _figure_span(data: Any, key: str) -> str:
+def _figure_span(data: JsonMapping, key: str) -> str:
     return f"{plain(data[key])} ({plain(data[f'{key}_lo'])} to {plain(data[f'{key}_hi'])})"
 
 
-def _print_pools(console: Console, data: Any) -> None:
+def _print_pools(console: Console, data: JsonMapping) -> None:
     names = ("pool", "replicas", "of", "requests/s", "in SLO", "start", "keep the SLO")
     table = plain_table(*names, right=names[1:], indented=True)
     for pool in data["pools"]:
@@ -358,7 +359,7 @@ def _print_pools(console: Console, data: Any) -> None:
     console.print(table)
 
 
-def _print_hours(console: Console, data: Any) -> None:
+def _print_hours(console: Console, data: JsonMapping) -> None:
     """Print the hours with the lowest SLO attainment, in order of time."""
     worst = sorted(data["by_hour"], key=lambda hour: hour["slo_attainment"])[:_HOURS]
     names = ("hour", "requests", "keep SLO", "device h", "replicas", "waiting")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from ....common.types import JsonObject
+from ....common.types import JsonObject, MlirObject
 from ..hlo_attributes import read_backend_config
 from ..op_table import NAMES, by_op, named
 from ..precision import algorithm_name
@@ -50,7 +49,7 @@ def _ints(value: object) -> tuple[int, ...]:
     return tuple(int(v) for v in value) if isinstance(value, tuple) else ()
 
 
-def _pairs(value: Any) -> tuple[tuple[int, int], ...]:
+def _pairs(value: MlirObject) -> tuple[tuple[int, int], ...]:
     return tuple((int(low), int(high)) for low, high in value) if value else ()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....common.errors import DynamicShapeError, ProgramError
+from ....common.types import MlirObject
 from ..program import MAX_CONSTANT_SIZE, Computation, Op, Program, Source, TensorType
 from ..replica_groups import Groups, expand_lists, parse_replica_groups
 from .attributes import ALWAYS_NORMALISED, Attrs, normalise
@@ -374,7 +375,7 @@ class ModuleReader:
             self.literals[attribute] = {"value": value, **number}
         return self.literals[attribute]
 
-    def _groups(self, value: Any) -> Groups:
+    def _groups(self, value: MlirObject) -> Groups:
         if isinstance(value, tuple) and not isinstance(value, Raw):
             # An empty list means all devices; with one device it stays empty, as printed by XLA.
             total = self.program.num_replicas * self.program.num_partitions

@@ -12,12 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from ....common.types import JsonObject
+from ....common.types import JsonObject, MlirObject
 from ..op_table import named
 from .attention_calls import CallSplit, Value, sharded, split_call
 from .bindings import copy_module, functions_of, set_counts, walk_ops
@@ -39,7 +38,7 @@ _ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
 def without_empty_meshes(module: ir.Module) -> ir.Module:
     """Copy a module without Shardy's empty meshes, which have no effect.
 
-    JAX writes them around random numbers. Any op of that dialect makes XLA use Shardy, which does
+    JAX writes them around random numbers. An op of that dialect makes XLA use Shardy, which does
     not read the shardings added here. A module without such ops is returned itself.
     """
     if "sdy." not in str(module.operation.get_asm(large_elements_limit=8)):
@@ -197,7 +196,7 @@ def with_donations(
     copy = copy_module(module)
     with copy.context:
         main = functions_of(copy)["main"]
-        given: Any = main.attributes.get("arg_attrs", None)
+        given: MlirObject = main.attributes.get("arg_attrs", None)
         count = len(main.regions[0].blocks[0].arguments)
         own = [{each.name: each.attr for each in attrs} for attrs in given or [()] * count]
         for output, number in aliases:
@@ -241,7 +240,7 @@ def without_shardings(module: ir.Module) -> ir.Module:
                     del op.attributes[name]
             for side in ("arg_attrs", "res_attrs"):
                 if op.name == "func.func" and side in op.attributes:
-                    old: Any = op.attributes[side]
+                    old: MlirObject = op.attributes[side]
                     new = [
                         {own.name: own.attr for own in each if own.name not in _ANNOTATIONS}
                         for each in old
@@ -320,7 +319,7 @@ def substitute(
     """Clone an op with other operands.
 
     Args:
-        op: Any op.
+        op: The op.
         known: Replacements of values; the results of the clone are added.
         place: Where to insert the clone; by default the current insertion point.
 
@@ -351,19 +350,19 @@ def with_shardings(
     copy = copy_module(module)
     with module.context:
         main = functions_of(copy)["main"]
-        kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
+        kind: MlirObject = ir.TypeAttr(main.attributes["function_type"]).value
         for side, total, known in (
             ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
             ("res_attrs", len(kind.results), results),
         ):
-            old: Any = main.attributes[side] if side in main.attributes else [None] * total
+            old: MlirObject = main.attributes[side] if side in main.attributes else [None] * total
             new = [_with_sharding(own, known.get(n, "")) for n, own in enumerate(old)]
             main.attributes[side] = ir.ArrayAttr.get(new)
     set_counts(copy, partitions=count)
     return copy
 
 
-def _with_sharding(attributes: Any, text: str) -> ir.DictAttr:
+def _with_sharding(attributes: MlirObject, text: str) -> ir.DictAttr:
     kept = {own.name: own.attr for own in attributes} if attributes is not None else {}
     if text:
         kept["mhlo.sharding"] = ir.StringAttr.get(text)

@@ -117,7 +117,7 @@ def as_torch_program(
     """Wrap a PyTorch program; ``None`` if the source is not PyTorch's.
 
     Args:
-        source: Any program; a callable is PyTorch's if it is a module or an argument is a tensor.
+        source: A program; a callable is PyTorch's if it is a module or an argument is a tensor.
         args: Its example arguments.
         kwargs: Its keyword arguments.
         train: As in :class:`TorchProgram`.
