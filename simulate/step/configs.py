@@ -124,7 +124,11 @@ def _published_format(data: object) -> str:
     bits = int(data.get("bits") or kind.get("num_bits") or 0)
     if named in ("awq", "gptq", "compressed-tensors", "modelopt", "auto-round"):
         floating = "float" in str(kind.get("type", ""))
-        named = {4: "nvfp4" if floating else "int4", 8: "fp8" if floating else "int8"}.get(bits, "")
+        # Only weights are quantised where compressed-tensors gives no format of activations, and by
+        # the methods that have none.
+        narrow = "" if isinstance(first, dict) and first.get("input_activations") else "_wo"
+        eight = ("fp8" if floating else "int8") + narrow
+        named = {4: "nvfp4" if floating else "int4", 8: eight}.get(bits, "")
     named = {"fbgemm_fp8": "fp8", "modelopt_fp4": "nvfp4", "w4a16_awq": "int4"}.get(named, named)
     named = named or str(data.get("quant_method", "quantised"))
     return "fp8_block" if named == "fp8" and data.get("weight_block_size") else named

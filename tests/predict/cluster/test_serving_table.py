@@ -27,7 +27,7 @@ from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.forward import decode_ops
 from opcast.simulate.serving.load import Load
 from opcast.simulate.serving.policies import Policy
-from opcast.simulate.serving.served import EnginePlan, Formats
+from opcast.simulate.serving.served import EnginePlan, Formats, format_in
 from opcast.simulate.step.named_workloads import read_workload
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared/data"))
@@ -460,7 +460,10 @@ _LATENT = {
                 "interleave_moe_layer_step": 2, "attention_chunk_size": 8192,
              }, "quantization_config": {
                 "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+                "config_groups": {"group_0": {
+                    "weights": {"num_bits": 8, "type": "float"},
+                    "input_activations": {"num_bits": 8, "type": "float"},
+                }},
              }, "tie_word_embeddings": False},
             "llama-4-maverick", "fp8",
         ),
@@ -492,6 +495,14 @@ def test_quantised_configs(tmp_path: Path) -> None:
 
     assert served(quant_method="mxfp4") == "mxfp4"
     assert served(quant_method="awq", bits=4) == "int4"
+    # GPTQ has no format of activations; LLM Compressor gives one where they are quantised.
+    assert served(quant_method="gptq", bits=8) == "int8_wo"
+    kept = {"weights": {"num_bits": 8, "type": "int"}}
+    both = {**kept, "input_activations": {"num_bits": 8, "type": "int"}}
+    for group, want in ((kept, "int8_wo"), (both, "int8")):
+        assert served(quant_method="compressed-tensors", config_groups={"g": group}) == want
+    assert format_in("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8") == "int8_wo"
+    assert format_in("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4") == "int4"
     assert served(quant_method="modelopt", quant_algo="NVFP4") == "nvfp4"
     assert served(quant_method="fp8", weight_block_size=[128, 128]) == "fp8_block"
     with pytest.raises(PlanError, match="bitsandbytes"):
