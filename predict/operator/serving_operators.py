@@ -116,8 +116,8 @@ class ServingLatency:
         self, table: dict[str, dict[str, _Named]], dtype: str
     ) -> tuple[str, str, str] | None:
         """Return backend, kernel and format that an operator is looked up under in the tables."""
-        if dtype == "nvfp4" and weight_only(dtype, self.spec):
-            # Marlin's kernels widen 4-bit weights of either kind.
+        if weight_only(dtype, self.spec):
+            # Marlin's kernels widen 4-bit weights of every kind.
             dtype = "int4"
         if _peakless(dtype, self.spec):
             # Without units for its format, a product runs on widened operands.

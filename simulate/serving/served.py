@@ -19,7 +19,7 @@ from .token_exchange import slots_of
 #: Weight formats.
 WEIGHTS = (
     *("f32", "bf16", "f16", "fp8", "fp8_block", "int8", "fp8_wo", "int8_wo", "int4", "mxfp4"),
-    "nvfp4",
+    *("mxfp4_a4", "nvfp4"),
 )
 #: Side of the square blocks of weights that share a scale (DeepSeek-V3, 2024, section 3.3.2).
 BLOCKS = {"fp8_block": 128}
@@ -348,6 +348,9 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
     if workload.experts and weights in ("mxfp4", "int4"):
         # Published MoE checkpoints in these formats quantise only their experts (gpt-oss, Kimi).
         other = "bf16"
+    elif weights == "mxfp4" and not activations:
+        # Those of models without experts quantise activations, too (AMD Quark).
+        other = every = "mxfp4_a4"
     if weights == "fp8" and workload.kv_lora:
         # DeepSeek's checkpoints have one scale per block of 128 x 128.
         other = every = "fp8_block"

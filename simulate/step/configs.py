@@ -129,6 +129,10 @@ def _published_format(data: object) -> str:
         narrow = "" if isinstance(first, dict) and first.get("input_activations") else "_wo"
         eight = ("fp8" if floating else "int8") + narrow
         named = {4: "nvfp4" if floating else "int4", 8: eight}.get(bits, "")
+    quark = data.get("global_quant_config")
+    if named == "quark" and isinstance(quark, dict) and isinstance(quark.get("weight"), dict):
+        named = str(quark["weight"].get("dtype")).removesuffix("_e4m3")
+        named = {"fp4": "mxfp4"}.get(named, named)
     named = {"fbgemm_fp8": "fp8", "modelopt_fp4": "nvfp4", "w4a16_awq": "int4"}.get(named, named)
     named = named or str(data.get("quant_method", "quantised"))
     return "fp8_block" if named == "fp8" and data.get("weight_block_size") else named

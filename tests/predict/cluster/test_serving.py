@@ -464,6 +464,8 @@ def test_engines_fill_a_cluster() -> None:
 def test_formats_of_checkpoints() -> None:
     moe = replace(LLAMA, experts=8, top_k=2)
     assert in_formats(moe, Formats("mxfp4")).weights == "bf16"
+    assert in_formats(LLAMA, Formats("mxfp4")).weights == "mxfp4_a4"
+    assert in_formats(LLAMA, Formats("mxfp4", activations="bf16")).weights == "mxfp4"
     assert in_formats(LLAMA, Formats("fp8", framework="tensorrt-llm")).cache == "fp8"
     assert in_formats(LLAMA, Formats("fp8", activations="bf16")).weights == "fp8_wo"
     with pytest.raises(PlanError, match="activations in 'fp4'"):

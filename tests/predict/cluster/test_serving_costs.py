@@ -83,6 +83,25 @@ def test_experts_on_blackwell_run_by_generated_kernels() -> None:
         assert hopper(many) > 1.5 * latency(many)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "micros"),
+    [
+        ((4, 10240, 8192), 14.8), ((288, 8192, 2048), 10.7), ((1600, 10240, 8192), 79.0),
+        ((8192, 1280, 8192), 51.4), ((32768, 8192, 1024), 211.6),
+    ],
+)  # fmt: skip
+def test_products_with_activations_of_4_bits_take_the_rate_of_their_units(
+    sizes: tuple[int, int, int], micros: float
+) -> None:
+    """Products of aiter on MI355X (published kernel pack); in 16 bits, large ones take 5 times."""
+    latency = ServingLatency(read_device("mi355x"), None, "vllm")
+    assert latency(Op("linear", sizes, "mxfp4_a4")) * 1e6 == pytest.approx(micros, rel=0.2)
+    # Without units for 4 bits the weights are widened, as those of int4 are.
+    widened = ServingLatency(read_device("mi300x"), None, "vllm")
+    one, other = (widened(Op("linear", sizes, name)) for name in ("mxfp4_a4", "int4"))
+    assert one == pytest.approx(other, rel=0.1)
+
+
 def test_ranks_that_attend_to_their_own_sequences_have_hosts_of_their_own() -> None:
     plan = {"concurrency": 64, "tp": 1, "dp": 4, "framework_version": "0.11"}
     row = {**LLAMA, "layers": 8, "experts": 8, "top_k": 2, **plan}

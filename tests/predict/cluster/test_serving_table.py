@@ -341,7 +341,7 @@ def test_an_unknown_model_without_sizes_is_refused() -> None:
     ("text", "known"),
     [
         ("fp16/bf16", "bf16"), ("w4a8_awq", "int4"), ("FP8-dynamic", "fp8"), ("fp4", "nvfp4"),
-        ("fp8 blockwise", "fp8_block"), ("mxfp4", "mxfp4"), ("W8A8", "int8"),
+        ("fp8 blockwise", "fp8_block"), ("mxfp4", "mxfp4_a4"), ("W8A8", "int8"),
     ],
 )  # fmt: skip
 def test_formats_by_the_names_of_sources(text: str, known: str) -> None:
@@ -501,6 +501,8 @@ def test_quantised_configs(tmp_path: Path) -> None:
     both = {**kept, "input_activations": {"num_bits": 8, "type": "int"}}
     for group, want in ((kept, "int8_wo"), (both, "int8")):
         assert served(quant_method="compressed-tensors", config_groups={"g": group}) == want
+    for kind, want in (("fp8_e4m3", "fp8"), ("fp4", "mxfp4")):
+        assert served(quant_method="quark", global_quant_config={"weight": {"dtype": kind}}) == want
     assert format_in("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8") == "int8_wo"
     assert format_in("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4") == "int4"
     assert served(quant_method="modelopt", quant_algo="NVFP4") == "nvfp4"
