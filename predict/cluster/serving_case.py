@@ -7,6 +7,7 @@ server's requests; table readers fill them in, too. Empty strings and 0 mean def
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -23,8 +24,8 @@ _ENGINES = "Device and plan"
 
 def _above_zero(text: str) -> float:
     rate = float(text)
-    if not rate > 0.0:
-        raise ValueError(f"{text}: give a rate above 0, or --offline")
+    if not 0.0 < rate < inf:
+        raise ValueError(f"{text}: give a finite rate above 0, or --offline")
     return rate
 
 

@@ -62,7 +62,7 @@ def draw(spec: LoadSpec) -> Load:
         raise PlanError(
             f"rate={spec.rate:g}, burstiness={spec.burstiness:g}",
             where="load",
-            hint="the rate must be at least 0, burstiness above 0",
+            hint="the rate must be finite and at least 0, burstiness above 0",
         )
     if min(spec.concurrency, spec.batch, spec.count) < 0 or spec.count > MOST:
         raise PlanError(
@@ -190,7 +190,7 @@ def read_trace(path: Path) -> Load:
     Formats: CSV with the columns ``arrival_s``, ``prompt`` and ``output``, or those of Azure's or
     BurstGPT's traces; Mooncake's JSON lines, whose block hashes identify shared prefixes; and the
     JSON of ``vllm bench serve --save-result --save-detailed``, whose requests are sent again at its
-    rate or concurrency.
+    rate or concurrency. Arrivals count from the first request.
 
     Raises:
         DatasetError: The file cannot be read, or has another format.
@@ -204,14 +204,15 @@ def read_trace(path: Path) -> Load:
         if start == "{" and '"input_lens"' in text:
             return _benchmark(parse_json(text), path)
         if start == "{":
-            return _mooncake([json.loads(line) for line in text.splitlines() if line.strip()], path)
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            return _from_first({"": _mooncake(rows, path)})[""]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DatasetError(
             f"the trace cannot be read: {error!r}",
             where=str(path),
             hint="timestamp, input_length and output_length, or input_lens and output_lens",
         ) from None
-    return _csv(_frame(path), path)
+    return _from_first({"": _csv(_frame(path), path)})[""]
 
 
 def read_traces(path: Path) -> dict[str, Load]:
@@ -223,7 +224,13 @@ def read_traces(path: Path) -> dict[str, Load]:
     frame = _frame(path) if path.suffix == ".csv" else pd.DataFrame()
     if "model" not in frame:
         return {"": read_trace(path)}
-    return {str(name): _csv(own, path) for name, own in frame.groupby("model")}
+    return _from_first({str(name): _csv(own, path) for name, own in frame.groupby("model")})
+
+
+def _from_first(loads: dict[str, Load]) -> dict[str, Load]:
+    """Count arrivals from the first request, as benchmarks do; files may have times of a clock."""
+    first = min((load.arrivals[0] for load in loads.values()), default=0.0)
+    return {name: replace(load, arrivals=load.arrivals - first) for name, load in loads.items()}
 
 
 def _frame(path: Path) -> pd.DataFrame:
@@ -268,7 +275,7 @@ def _checked(known: pd.DataFrame, said: pd.DataFrame, path: Path) -> Load:
         raise DatasetError(
             f"row {row + 1} is not a request: {shown}",
             where=str(path),
-            hint="arrivals are seconds from 0, prompt and output whole numbers of tokens",
+            hint="arrivals are seconds of at least 0, prompt and output whole numbers of tokens",
         )
     # Stable, so that requests with equal arrival times keep the order of the file.
     rows = known.sort_values("arrival_s", kind="stable")

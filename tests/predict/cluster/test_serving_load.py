@@ -10,7 +10,13 @@ import pytest
 
 from opcast.common.errors import DatasetError, PlanError
 from opcast.predict.cluster.serving_case import LoadSpec
-from opcast.predict.cluster.serving_load import draw, parse_lengths, parse_load, read_trace
+from opcast.predict.cluster.serving_load import (
+    draw,
+    parse_lengths,
+    parse_load,
+    read_trace,
+    read_traces,
+)
 
 
 def test_kinds_of_load() -> None:
@@ -84,9 +90,14 @@ def test_a_rate_is_checked() -> None:
 
 def test_csv_traces(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text("arrival_s,prompt,output\n2.5,10,3\n1.0,20,4\n")
+    # Arrivals by a clock, in no order.
+    path.write_text("arrival_s,prompt,output\n1700000002.5,10,3\n1700000001.0,20,4\n")
     load = read_trace(path)
-    assert load.prompts.tolist() == [20, 10] and load.arrivals.tolist() == [1.0, 2.5]
+    assert load.prompts.tolist() == [20, 10] and load.arrivals.tolist() == [0.0, 1.5]
+    # Models keep their distance.
+    path.write_text("arrival_s,prompt,output,model\n7.5,10,3,a\n5.0,20,4,b\n")
+    both = read_traces(path)
+    assert both["a"].arrivals.tolist() == [2.5] and both["b"].arrivals.tolist() == [0.0]
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
