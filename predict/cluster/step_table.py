@@ -37,7 +37,7 @@ from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.fitting import memory_of
 from ...simulate.step.memory import StageMemory
 from ...simulate.step.plan import Plan, resolved
-from ...simulate.step.workload import DTYPES, PRODUCTS, Workload
+from ...simulate.step.workload import PRODUCTS, Workload, trained_in
 from ..operator.step_operators import OperatorLatency
 from .case_table import FAULTS, Cells, case_data, noted_share, noted_sizes, reason_of
 from .peaks import arithmetic_seconds, as_multiplied
@@ -186,7 +186,6 @@ def _workload(cell: Cells, batch: int) -> Workload:
     dtype = next((d for d in PRODUCTS if dtype.startswith(f"{d}_")), dtype)
     if dtype not in PRODUCTS:
         raise PlanError(f"dtype {dtype!r} is not known", hint=", ".join(PRODUCTS))
-    plain = dtype if dtype in DTYPES and dtype != "fp8" else "bf16"
     note = cell.text("arch_note")
     # A missing size becomes 0, which is refused.
     sizes = {**dict.fromkeys(_SIZES, 0), **cell.sizes(), **noted_sizes(note)}
@@ -196,8 +195,7 @@ def _workload(cell: Cells, batch: int) -> Workload:
         **{
             **sizes,
             "batch": batch,
-            "dtype": plain,
-            "products": "" if plain == dtype else dtype,
+            **trained_in(dtype),
             "norm": cell.text("norm") or "rmsnorm",
             "rope": cell.text("position") == "rope",
             "positions": cell.text("position") == "learned",

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...common.errors import PlanError
+from ...features.cost.formats import format_name
 from .configs import read_config
 from .presets import Preset, close_names, family_settings, find_preset, unsupported
 from .settings import build, once, read_pairs, sizes_of
-from .workload import ALIASES, Workload
+from .workload import ALIASES, Workload, trained_in
 
 #: Sizes that have an effect only if another one is given.
 _NEEDS = {
@@ -32,8 +33,29 @@ def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
     """
     families = family_settings()
     known = families[family] if family in families else _named(family).settings
-    values = once(settings.items(), ALIASES, "--set")
+    values = _in_formats(once(settings.items(), ALIASES, "--set"))
     return build(Workload, values, f"workload {family}", **known)
+
+
+def _in_formats(values: Mapping[str, object]) -> dict[str, object]:
+    """Settings with the types of parameters and products by the names of a workload.
+
+    Raises:
+        PlanError: A narrow ``dtype`` contradicts ``products``.
+    """
+    found = dict(values)
+    if products := format_name(str(values.get("products", ""))):
+        found["products"] = products
+    if "dtype" not in values:
+        return found
+    named = trained_in(str(values["dtype"]))
+    if named["products"] and (products or named["products"]) != named["products"]:
+        raise PlanError(
+            f"dtype={values['dtype']} quantises products, which products={products} does as well",
+            where="workload",
+            hint="give products alone: parameters and activations are in bf16",
+        )
+    return {**found, **{key: value for key, value in named.items() if value}}
 
 
 def read_by_model(workload: Workload, given: Mapping[str, object]) -> Workload:

@@ -7,13 +7,13 @@ from functools import lru_cache
 
 from ...common.errors import PlanError
 from ...common.units import plain
-from ...features.cost.formats import FORMATS
+from ...features.cost.formats import FORMATS, format_name
 from ...features.operators.op import attention_flops, visible_pairs
 
 #: Formats of parameters and activations.
-DTYPES = ("bf16", "f16", "f32", "fp8")
+DTYPES = ("bf16", "f16", "f32")
 #: Formats to which products may be quantised.
-PRODUCTS = (*DTYPES, "mxfp8", "nvfp4", "int8")
+PRODUCTS = (*DTYPES, "fp8", "mxfp8", "nvfp4", "int8")
 #: A full training step, or a forward pass for inference.
 MODES = ("train", "forward")
 #: Implementations of attention: the fastest fused one of the device; FlashAttention-2 or Triton's
@@ -275,6 +275,20 @@ class Workload:
         """Pairs of a query and a visible key, in one sequence and layer."""
         window = self.window if self.causal else 0
         return visible_pairs(self.seq, self.seq, window, self.causal)
+
+
+def trained_in(name: str) -> dict[str, str]:
+    """``dtype`` and ``products`` of a model that is said to be trained in one format.
+
+    Narrow formats are those of products: parameters and activations stay in 16 bits, as in the
+    recipes of Transformer Engine.
+
+    Args:
+        name: One of :data:`PRODUCTS`, or another name of it.
+    """
+    own = format_name(name)
+    narrow = own in PRODUCTS and own not in DTYPES
+    return {"dtype": "bf16", "products": own} if narrow else {"dtype": own, "products": ""}
 
 
 @lru_cache(maxsize=4096)

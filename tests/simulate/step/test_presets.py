@@ -189,3 +189,25 @@ def test_sizes_beyond_any_model_are_refused_at_once(name):
 def test_a_size_is_given_once(settings, said):
     with pytest.raises(PlanError, match=said):
         read_workload("llama-3-8b", settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "products"),
+    [
+        ({"dtype": "fp8"}, "bf16", "fp8"),
+        ({"dtype": "nvfp4", "products": "nvfp4"}, "bf16", "nvfp4"),
+        ({"dtype": "float16"}, "f16", ""),
+        ({"dtype": "fp32", "products": "bfloat16"}, "f32", "bf16"),
+        ({"products": "float8_e4m3fn"}, "bf16", "fp8"),
+    ],
+)
+def test_narrow_types_are_those_of_products(given, dtype, products):
+    work = make_workload("llama-3-8b", given)
+    assert (work.dtype, work.products) == (dtype, products)
+    # 16-bit parameters and activations.
+    assert work.width == (4 if dtype == "f32" else 2)
+
+
+def test_two_narrow_types_are_refused():
+    with pytest.raises(PlanError, match=r"dtype=fp8 quantises products.*nvfp4"):
+        make_workload("llama", {"dtype": "fp8", "products": "nvfp4"})
