@@ -40,7 +40,6 @@ def multiplied_format(workload: Workload, spec: DeviceSpec) -> str:
 
     Returns:
         One of :data:`~opcast.simulate.step.workload.PRODUCTS`.
-        One of :data:`~opcast.simulate.step.workload.PRODUCTS`.
     """
     own = workload.product_dtype
     while wider := FORMATS[own].wider:
@@ -63,14 +62,21 @@ def as_multiplied(workload: Workload, spec: DeviceSpec) -> Workload:
 
 
 def widened_note(workload: Workload, spec: DeviceSpec) -> tuple[str, ...]:
-    """Return a note if a device has no faster units for the format of a workload's products."""
+    """Return notes if a device has no faster units for the format of a workload's products."""
     own = multiplied_format(workload, spec)
-    if own == workload.product_dtype:
-        return ()
-    return (
-        f"{spec.name} has no units for {workload.product_dtype} that are faster than those for "
-        f"{own}: products run in {own}",
-    )
+    notes: tuple[str, ...] = ()
+    if own != workload.product_dtype:
+        notes = (
+            f"{spec.name} has no units for {workload.product_dtype} that are faster than those for "
+            f"{own}: products run in {own}",
+        )
+    slow, fast = (spec.matrix_peak(FORMATS[name].rate) for name in (own, "f16"))
+    if own == "bf16" and fast > slow:
+        notes += (
+            f"{spec.name} multiplies {own} at {slow / 1e12:.3g} TFLOP/s, f16 at "
+            f"{fast / 1e12:.3g}: dtype=f16 is faster",
+        )
+    return notes
 
 
 def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
@@ -83,7 +89,6 @@ def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> floa
         workload: The model.
         plan: The resolved plan.
         spec: The device.
-        spec: The devices.
     """
     return max(
         sum(_least(call, spec) * count for call, count in stage.counts().items())

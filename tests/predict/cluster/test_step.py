@@ -258,6 +258,21 @@ def test_formats_without_units_run_as_wider_ones(operators):
     assert any("products run in fp8" in note for note in widened.notes())
 
 
+# A V100's matrix units take f16 alone (125 TFLOP/s); bf16 is widened to the vector units' f32.
+@pytest.mark.parametrize(("device", "dtype", "told"), [
+    ("v100-sxm", "bf16", "15.7 TFLOP/s, f16 at 125: dtype=f16 is faster"),
+    ("v100-sxm", "f16", ""),
+    ("v100-sxm", "f32", ""),
+    ("a100-sxm-80gb", "bf16", ""),
+])  # fmt: skip
+def test_a_device_that_is_slow_in_bf16_is_named(operators, device, dtype, told):
+    work = make_workload("gpt", {"batch": 8, "layers": 2, "dtype": dtype})
+    notes = StepPredictor(find_cluster(device), operators).predict(work, parse_plan("dp=1")).notes()
+    found = [note for note in notes if "is faster" in note]
+    assert len(found) == bool(told)
+    assert all(told in note for note in found)
+
+
 def test_prediction_adds_up_and_its_interval_holds_it(operators):
     predictor = StepPredictor(find_cluster("dgx-h100-x128"), operators)
     found = predictor.predict(make_workload("llama", LLAMA), parse_plan("tp=8,pp=2,dp=8"))
