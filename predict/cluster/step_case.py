@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from .recipes import Taken
     from .step import StepPrediction, StepPredictor
 
+#: Ratio of step times from which another number of micro-batches is named, above their usual
+#: effect on products (engineering choice).
+_MUCH_FASTER = 1.15
+
 
 def _speeds(texts: Sequence[str]) -> dict[int, float]:
     """Parse relative speeds by rank, with tp innermost and pp outermost (docs/simulate.md)."""
@@ -182,11 +186,38 @@ class StepCase(PlannedStep):
         if own.other is not None:
             other = predictor.predict(work, own.other, speeds=self.speed, remedy=False)
             found = _either(found, other, own.why)
+        if not own.plan.microbatches and (told := self._fewer(predictor, work, found)):
+            found = replace(found, described=(*found.described, told))
         if not self.run:
             return found
         from .training_run import training_run
 
         return replace(found, run=training_run(self.run, found, predictor.spec.host_link))
+
+    def _fewer(self, predictor: StepPredictor, work: Workload, found: StepPrediction) -> str:
+        """Return a note if fewer micro-batches than were chosen are much faster and fit."""
+        from ...simulate.step.plan import TOKENS
+
+        chosen = found.plan.microbatches
+        others = [
+            found.plan.changed(microbatches=count)
+            for count in range(1, chosen)
+            if chosen % count == 0 and count % found.plan.rounds_in_chunk == 0
+        ]
+        steps = {
+            other.microbatches: predictor.predict(
+                work, other, speeds=self.speed, remedy=False
+            ).step.total
+            for other in others
+            if predictor.fit(work, other).fits
+        }
+        fastest = min(steps, key=lambda count: steps[count], default=chosen)
+        if steps.get(fastest, found.step.total) > found.step.total / _MUCH_FASTER:
+            return ""
+        return (
+            f"microbatches={chosen} was chosen, since each then has about {TOKENS} tokens; with "
+            f"microbatches={fastest}, which fits, the step takes {duration(steps[fastest] * 1e6)}"
+        )
 
 
 def _either(found: StepPrediction, other: StepPrediction, why: str) -> StepPrediction:
