@@ -103,8 +103,8 @@ def _print_cluster(cluster: Cluster, device: str) -> None:
     console.print(table)
     if whole := [d.name or d.kind for d in cluster.topology.dims if d.efficiency == 1.0]:
         console.print(
-            f"{', '.join(whole)}: the efficiency is 1, so collectives use the whole bandwidth; in "
-            "the catalogue, InfiniBand reaches 0.8 and NVLink of H100 0.69"
+            f"{', '.join(whole)}: the efficiency is 1 or left out, so closed forms use the whole "
+            "bandwidth; in the catalogue, InfiniBand reaches 0.8 and NVLink of H100 0.69"
         )
     if cluster.size > 1:
         console.print(_times(cluster))

@@ -1,15 +1,16 @@
 """Prices collectives on a cluster by fitted curves where they apply, by closed forms elsewhere.
 
 Inside one box of GPUs, the fitted curves (:mod:`.model`) represent the library's protocols; across
-whole boxes they apply only to machines that were measured that way. All other groups, including
-those on other kinds of networks or networks with specified figures, use the closed forms of
-:mod:`opcast.simulate.collectives`.
+whole boxes they apply only to machines that were measured that way. If a file specifies other
+figures for the links of a box, such as a latency, the curves are scaled by what the closed forms of
+:mod:`opcast.simulate.collectives` make of the difference. All other groups, including those on
+other kinds of networks, use the closed forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, prod
 from pathlib import Path
@@ -18,7 +19,7 @@ from ...common.errors import DeviceError
 from ...features.devices.catalogue import base_of, in_catalogue, read_device
 from ...features.devices.device import DeviceSpec
 from ...simulate.clusters.catalogue import joined
-from ...simulate.clusters.topology import Cluster, Dimension
+from ...simulate.clusters.topology import Cluster, Dimension, Topology
 from ...simulate.collectives.choose import COLLECTIVES, collective_cost, collective_name
 from .fit import LIKE, cell_key
 from .intervals import UNKNOWN
@@ -32,6 +33,8 @@ MOST_DEVICES = 8
 #: Libraries to try in turn: PyTorch and XLA call NCCL, so their rows stand in if NCCL has none. XLA
 #: was only measured inside one domain, with up to 72 devices.
 _LIKE = {"nccl": ("nccl", "torch", "xla"), "xla": ("xla", "nccl", "torch")}
+#: Figures of links beside their kind and bandwidth.
+_FIGURES = ("latency", "launch", "efficiency", "algorithms", "reduction", "oversubscription")
 #: Cache key: the collective, its group and its library.
 _Query = tuple[str, float, int | range | tuple[int, ...], Cluster, str]
 
@@ -53,6 +56,14 @@ class CollectiveEstimate:
     hi: float
     source: str
     detail: str
+
+    def on_other_links(self, ratio: float) -> CollectiveEstimate:
+        """Return the estimate for links that take ``ratio`` times as long by the closed forms.
+
+        The interval covers both, since no such links were measured.
+        """
+        lo, hi = self.lo * min(1.0, ratio), self.hi * max(1.0, ratio)
+        return replace(self, latency=self.latency * ratio, lo=lo, hi=hi)
 
 
 @dataclass
@@ -107,11 +118,19 @@ class ClusterCollectives:
         dims = cluster.topology.group_dims(ranks)
         measured = COLLECTIVES[plain].measured
         chip = _chip(cluster.device) if size > 0 and measured else None
-        if chip is not None and _as_usual(dims, cluster.topology.dims[0], chip):
+        usual = _usual_links(dims, cluster.topology.dims[0], chip) if chip else None
+        if chip and usual:
             for library in _LIKE.get(backend, (backend,)):
                 learned = _learned(self.model, plain, size, dims, cluster, chip, library)
-                if learned is not None:
+                if learned is None:
+                    continue
+                if usual[0] == usual[1]:
                     return learned
+                own, measured_on = (
+                    collective_cost(plain, size, ranks, _with_first(cluster, first)).total
+                    for first in usual
+                )
+                return learned.on_other_links(own / measured_on)
         cost = collective_cost(plain, size, ranks, cluster)
         # A group of a single rank sends nothing: its time is exactly 0.
         lower, upper = UNKNOWN if dims else (0.0, 0.0)
@@ -145,32 +164,47 @@ def _written(device: str) -> float:
     return path.stat().st_mtime if path and path.is_file() else 0.0
 
 
-def _as_usual(dims: tuple[Dimension, ...], first: Dimension, chip: _Chip) -> bool:
-    """Whether a group is in one box or of whole boxes, joined in the usual way for the chip.
+def _usual_links(
+    dims: tuple[Dimension, ...], first: Dimension, chip: _Chip
+) -> tuple[Dimension, Dimension] | None:
+    """Links of a box with the figures of its file, and with the usual ones of the chip.
 
-    The curves scale with the bandwidth of a box's links; another kind of link, or one with a
-    specified latency or efficiency, was not measured.
+    Figures that the file leaves out are the usual ones in both. The bandwidth is the file's in
+    both, since the curves scale with it. ``None`` if a group is neither in one box nor of whole
+    boxes, or joined by another kind of links or network.
     """
     # A group with parts of several boxes has another traffic pattern.
     whole = len(dims) == 2 and dims[0] == first
     if not (len(dims) == 1 and dims[0].name == first.name) and not whole:
-        return False
+        return None
     usual = _usual(chip.base.name, 2)
     if not usual:
-        return True
+        return first, first
     across = _usual(chip.base.name, prod(d.size for d in dims))[1:] if whole else ()
-    return _alike(first, usual[0]) and (
-        not whole or (len(across) == 1 and _alike(dims[1], across[0], bandwidth=True))
-    )
+    if first.kind != usual[0].kind or (
+        whole and not (len(across) == 1 and _is_usual_network(dims[1], across[0]))
+    ):
+        return None
+    figures = {name: getattr(usual[0], name) for name in _FIGURES}
+    given = {name: getattr(first, name) for name in _given(first)}
+    return replace(first, **figures | given), replace(first, **figures)
 
 
-def _alike(dim: Dimension, usual: Dimension, bandwidth: bool = False) -> bool:
-    """Whether the specified figures of a dimension match the usual ones for such devices."""
+def _is_usual_network(dim: Dimension, usual: Dimension) -> bool:
+    """Whether the network between boxes has the usual kind, bandwidth, and given figures."""
+    alike = dim.kind == usual.kind and dim.bandwidth == usual.bandwidth
+    return alike and all(getattr(dim, name) == getattr(usual, name) for name in _given(dim))
+
+
+def _given(dim: Dimension) -> list[str]:
+    """Figures of a dimension that differ from the values that stand for none."""
     plain = Dimension(dim.kind, dim.size, dim.bandwidth, shape=dim.shape, radix=dim.radix)
-    figures = ("latency", "launch", "efficiency", "algorithms", "reduction", "oversubscription")
-    if dim.kind != usual.kind or (bandwidth and dim.bandwidth != usual.bandwidth):
-        return False
-    return all(getattr(dim, k) in (getattr(usual, k), getattr(plain, k)) for k in figures)
+    return [name for name in _FIGURES if getattr(dim, name) != getattr(plain, name)]
+
+
+def _with_first(cluster: Cluster, first: Dimension) -> Cluster:
+    """A cluster with other links in its boxes."""
+    return replace(cluster, topology=Topology((first, *cluster.topology.dims[1:])))
 
 
 @lru_cache(maxsize=256)

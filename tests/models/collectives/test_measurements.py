@@ -216,16 +216,40 @@ def test_a_machine_is_known_with_as_many_devices_as_were_measured(shipped):
     assert all_of_it == shipped.estimate("all_reduce", 2**26, 72, rack, backend="xla")
 
 
-@pytest.mark.parametrize(
-    "own", [{"kind": "ring"}, {"efficiency": 0.5}, {"latency": 5e-6}, {"algorithms": ("ring",)}]
-)
-def test_a_box_of_its_own_is_priced_by_the_figures_of_its_file(shipped, own):
-    box = find_cluster("h100-sxm-x8")
-    nvlink = replace(box.topology.dims[0], **({"reduction": ""} | own))
-    other = replace(box, topology=Topology((nvlink,)))
+def _with_links(box, **own):
+    return replace(box, topology=Topology((replace(box.topology.dims[0], **own),)))
+
+
+def test_another_kind_of_links_is_priced_by_formulas(shipped):
+    other = _with_links(find_cluster("h100-sxm-x8"), kind="ring", reduction="")
     found = shipped.estimate("all_reduce", 2**28, 8, other)
     assert found.source == "analytical"
     assert found.latency == collective_cost("all_reduce", 2**28, 8, other).total
+
+
+@pytest.mark.parametrize("name", ["h100-sxm-x8", "mi300x-x8", "l40s-x8"])
+@pytest.mark.parametrize("size", [2**12, 2**20, 2**28])
+def test_links_with_other_figures_follow_the_curves(shipped, name, size):
+    box = find_cluster(name)
+    usual = box.topology.dims[0]
+    known = shipped.estimate("all_reduce", size, 8, box)
+    closed = collective_cost("all_reduce", size, 8, box).total
+    for figure, better, worse in (
+        ("latency", 0.9, 1.1),
+        ("launch", 0.9, 1.1),
+        ("efficiency", 1.1, 0.9),
+    ):
+        fast, slow = (
+            _with_links(box, **{figure: getattr(usual, figure) * factor})
+            for factor in (better, worse)
+        )
+        quick, late = (shipped.estimate("all_reduce", size, 8, own) for own in (fast, slow))
+        assert quick.latency <= known.latency <= late.latency
+        assert quick.lo <= known.lo and quick.hi == known.hi and known.hi <= late.hi
+        # A tenth of one figure changes the time by a tenth at most.
+        assert late.latency <= 1.12 * known.latency
+        own = collective_cost("all_reduce", size, 8, slow).total
+        assert late.latency == pytest.approx(known.latency * own / closed)
 
 
 def test_other_links_follow_the_curves_and_are_new(shipped):
