@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...common.errors import PlanError
 from ...common.interval import Interval
 from ...common.types import JsonMapping, JsonObject
-from ...common.units import duration, plain
+from ...common.units import duration, likely, per_second, plain
 from ...models.power.energy import cost_fields
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.step.settings import build
@@ -287,10 +287,12 @@ class TrainingRun:
     def lines(self) -> list[str]:
         """Return lines for people: days, cost, share lost to failures, and the deadline."""
         data, own = self.to_dict(), self.settings
+        days = self.seconds.value >= _DAY
+        whole, low, high = (plain(s / (_DAY if days else _HOUR)) for s in self.seconds)
         lines = [
-            f"{own.tokens:,.0f} tokens in {self.steps:,} steps: {data['days']:.3g} days "
-            f"({data['days_lo']:.3g} to {data['days_hi']:.3g}), "
-            f"{data['device_hours']:,.0f} device hours"
+            f"{own.tokens:,.0f} tokens in {self.steps:,} steps: {whole} "
+            f"{'days' if days else 'hours'} ({low} to {high}), "
+            f"{per_second(data['device_hours'])} device hours"
         ]
         if self.price is not None:
             lines[0] += f", cost {plain(data['cost'], 4)} ({plain(data['cost_lo'], 4)} to "
@@ -304,7 +306,7 @@ class TrainingRun:
             f"({data['checkpoint_share']:.1%}){stalled}"
         )
         if own.days:
-            lines.append(f"within {own.days:g} days: {data['probability']:.0%} likely")
+            lines.append(f"within {own.days:g} days: {likely(data['probability'])} likely")
         return lines
 
 
@@ -321,6 +323,9 @@ def training_run(asked: JsonMapping, found: StepPrediction, host_link: float) ->
     """
     settings = build(RunSettings, asked, "run")
     settings.check()
+    for name in ("mtbf_h", "every_s", "days"):
+        if name in asked and not getattr(settings, name):
+            raise PlanError(f"{name}=0 is not above 0", where="run", hint="omit it for the default")
     if found.workload.mode != "train":
         raise PlanError(f"a {found.workload.mode} step trains nothing", where="run")
     held = found.fit.worst

@@ -106,6 +106,18 @@ def test_the_answer_of_a_step_has_the_run() -> None:
     step = found.interval
     assert data["days"] >= data["steps"] * step.value / 86400
     assert 0.0 < data["probability"] < 1.0
+    hours = found.run.seconds.value / 3600
+    assert f"{hours:.3g} hours" in found.run.lines()[0]
+
+
+def test_long_and_hopeless_runs_are_written_without_exponents() -> None:
+    work = read_workload("llama-3-8b", {"batch": 64, "seq": 8192})
+    case = StepCase(cluster="h100-sxm-x8", plan="fsdp=8", run={"tokens": 1e14, "days": 1})
+    run = case.predict(work, None).run
+    assert run is not None
+    first, _, last = run.lines()
+    assert round(run.seconds.value / 86400, -2) > 1e3 and "e+" not in first and " days " in first
+    assert last == "within 1 days: under 1 % likely"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +130,7 @@ def test_the_answer_of_a_step_has_the_run() -> None:
         ({"tokens": 1e9, "spares": 2}, "give both or neither"),
         ({"tokens": 1e9, "spares": -5}, "spares=-5 is not a valid time or number"),
         ({"tokens": 1e9, "mtbf_h": 1e-5}, "the run never ends"),
+        ({"tokens": 1e9, "mtbf_h": 0}, "mtbf_h=0 is not above 0"),
     ],
 )
 def test_what_cannot_be_is_refused(asked: dict[str, object], said: str) -> None:
