@@ -15,7 +15,7 @@ from ...common.errors import OpcastError, PlanError, fault
 from ...common.interval import LATENCY_KEYS, Interval
 from ...models.steps.memory import law_of
 from ...simulate.clusters.catalogue import find_cluster
-from ...simulate.step.memory import OPTIMIZER_BYTES
+from ...simulate.step.memory import optimizer_bytes
 from ...simulate.step.plan import Plan, parse_plan
 from ...simulate.step.workload import Workload
 from ..cluster.step import StepPrediction, StepPredictor
@@ -127,7 +127,7 @@ def nearest_miss(job: SweepJob, rows: pd.DataFrame, named: Callable[[pd.Series],
     found = _again(job, near)
     said = f"nothing fits: the plan that needs least, {named(near)}, {found.fit.reason()}"
     # Bytes per parameter under any sharding: parameter, gradient and optimizer state.
-    kept = 2.0 * job.workload.width + OPTIMIZER_BYTES
+    kept = 2.0 * job.workload.width + optimizer_bytes(job.workload)
     memory = _predictor(str(near["cluster"]), job).learned.memory
     state = law_of(memory, job.framework).state * kept
     least = ceil(job.workload.parameters * state / found.fit.capacity)

@@ -29,9 +29,9 @@ NORM_BACKWARD = 1.5
 ACTIVATION_BACKWARD = 5.0 / 3.0
 #: Each grouped product has two of its size, for inputs and for weights.
 EXPERTS_BACKWARD = 2.0
-#: Bytes of optimiser traffic per parameter, Adam in mixed precision: gradient, master weight and
-#: two moments read in f32 (16), the last three written (12), and the weight in 16 bits (2).
-UPDATE_BYTES = 30
+#: Bytes of optimiser traffic per parameter, Adam in f32: gradient, master weight and two moments
+#: read (16), the last three written (12). Narrower parameters are written in addition.
+_UPDATE_BYTES = 28
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def update_ops(local_parameters: float, workload: Workload) -> tuple[Op, ...]:
     """The optimiser's pass over the parameters that a device updates."""
     if workload.mode != "train" or local_parameters <= 0:
         return ()
-    return (Op("move", (round(UPDATE_BYTES * local_parameters),), workload.dtype, name="update"),)
+    moved = _UPDATE_BYTES + (workload.width if workload.dtype != "f32" else 0)
+    return (Op("move", (round(moved * local_parameters),), workload.dtype, name="update"),)
 
 
 def _product(name: str, m: int, n: int, k: int, dtype: str, variant: str = "") -> PassOps:

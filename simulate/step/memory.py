@@ -2,6 +2,7 @@
 
 State in mixed precision: a parameter and its gradient in the model's dtype, and 12 bytes of
 optimiser state in f32: master weight and two moments of Adam (Rajbhandari et al., ZeRO, SC 2020).
+Parameters in f32 are their own master weights.
 Weights of quantised products are kept in quantised form, in addition to or instead of these.
 Gradients are f32 if several micro-batches accumulate. Activations are the tensors that the
 backward pass reads; fused attention keeps no scores.
@@ -26,8 +27,8 @@ from .traffic import (
 )
 from .workload import WRITTEN_OUT, Workload
 
-#: Optimiser state per parameter: master weight and two moments of Adam in f32 (ZeRO, section 3.1).
-OPTIMIZER_BYTES = 12
+#: Bytes per parameter of a master weight, and of two moments of Adam, in f32 (ZeRO, section 3.1).
+_MASTER, _MOMENTS = 4, 8
 #: CUDA context, library workspaces and allocator fragmentation in bytes (engineering estimate; not
 #: fitted).
 RESERVED_BYTES = 2.0 * 2**30
@@ -68,6 +69,11 @@ class StageMemory:
         return {**asdict(self), "total": self.total}
 
 
+def optimizer_bytes(workload: Workload) -> int:
+    """Bytes of optimiser state per parameter."""
+    return _MOMENTS + (_MASTER if workload.width < _MASTER else 0)
+
+
 def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
     """Parameters of one device of a stage before sharding over data-parallel ranks."""
     held = Parameters(0.0)
@@ -99,7 +105,7 @@ def stage_memory(workload: Workload, plan: Plan, stage: int, copies: int = 0) ->
     return StageMemory(
         parameters=kept * workload.width + train * _quantised(workload, plan, stage, copies),
         gradients=summed * gradient_bytes(workload, plan) * train,
-        optimizer=own * OPTIMIZER_BYTES * (train and plan.offload != "optimizer"),
+        optimizer=own * optimizer_bytes(workload) * (train and plan.offload != "optimizer"),
         activations=stage_activations(workload, plan, stage) if train else 0.0,
         temporary=_temporary(workload, plan, stage),
         buffers=_buffers(workload, plan),
@@ -183,7 +189,8 @@ def box_host(workload: Workload, plan: Plan, box: int) -> float:
 def _stage_host(workload: Workload, plan: Plan, stage: int) -> float:
     """Bytes that a device of a stage offloads to its host."""
     if plan.offload == "optimizer":
-        return local_parameters(stage_held(workload, plan, stage), plan) * OPTIMIZER_BYTES
+        own = local_parameters(stage_held(workload, plan, stage), plan)
+        return own * optimizer_bytes(workload)
     kept = stage_activations(workload, plan.changed(offload="none"), stage)
     return max(0.0, kept - stage_activations(workload, plan, stage))
 

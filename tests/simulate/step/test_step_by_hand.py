@@ -1,5 +1,7 @@
 """Parts of a step whose seconds and bytes are worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from opcast.common.interval import Interval
 from opcast.simulate.step.compose import step_time
 from opcast.simulate.step.costs import Costs
 from opcast.simulate.step.fitting import memory_of
+from opcast.simulate.step.layer_ops import update_ops
 from opcast.simulate.step.memory import layer_activations
 from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.pipeline import orders, run_pipeline
@@ -49,6 +52,19 @@ def test_offloaded_optimiser_state_crosses_the_link_to_the_host():
     memory = memory_of(WORK, plan)[0]
     assert memory.optimizer == 0.0
     assert memory_of(WORK, plan.changed(offload="none"))[0].optimizer == 12 * parameters
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "moved"),
+    # A master weight of 4 bytes and moments of 8; gradient, weight and moments read, the last three
+    # written, and a weight of 2 bytes. A weight of f32 is its own master.
+    [("bf16", 12, 30), ("f32", 8, 28)],
+)
+def test_parameters_in_f32_have_no_second_master_weight(dtype, kept, moved):
+    work = replace(WORK, dtype=dtype)
+    parameters = work.parameters - work.d_model
+    assert memory_of(work, resolved(work, parse_plan("dp=1"), 1))[0].optimizer == kept * parameters
+    assert update_ops(parameters, work)[0].shape == (moved * parameters,)
 
 
 def test_offloaded_activations_go_out_and_come_back_once_a_layer_and_micro_batch():
