@@ -41,6 +41,9 @@ def read_config(path: Path) -> Preset:
         data = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(f"the configuration cannot be read: {error}", where=where) from None
+    if isinstance(data, dict) and "model_type" not in data and "_class_name" in data:
+        named = f"{data['_class_name']} of diffusers"
+        raise PlanError(f"{named} is no model that a workload has", where=where, hint=INSTEAD)
     if not isinstance(data, dict) or "model_type" not in data:
         raise PlanError(
             "no configuration of a model: it has no model_type",
@@ -71,7 +74,8 @@ def read_config(path: Path) -> Preset:
         raise PlanError(
             f"configurations of {kind!r} are not known",
             where=where,
-            hint=f"known: {', '.join(kinds)}; or describe it with --workload llama --set …",
+            hint=f"known: {', '.join(kinds)}; or describe it with --workload llama --set … if it "
+            f"is a transformer, or {INSTEAD}",
         )
     own = {**kinds[kind], **{k: v for k, v in data.items() if v is not None}}
     settings: dict[str, object] = {}

@@ -110,6 +110,24 @@ def test_a_config_makes_the_workload_of_its_model(tmp_path, name):
     assert found.model_flops() == pytest.approx(want.model_flops(), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "image", "tokens", "published"),
+    [
+        ("clip_vision_model", (1024, 4096, 24, 16), 224, 257, 304e6),  # ViT-L/14 (Radford, 2021)
+        # So400m/14 (Zhai, 2023), whose pooling has another 15 million.
+        ("siglip_vision_model", (1152, 4304, 27, 16), 384, 730, 428e6 - 15e6),
+    ],
+)
+def test_vision_encoders_are_read(tmp_path, kind, sizes, image, tokens, published):
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    data = {"model_type": kind, "image_size": image, "patch_size": 14}
+    found = read_workload(written(tmp_path, data | dict(zip(names, sizes, strict=True))))
+    assert (found.seq, found.causal) == (tokens, False)
+    # Without the embedding and head of classes; patches of 14 x 14 x 3 are no parameters here.
+    own = found.parameters - 2 * found.table_parameters + 14 * 14 * 3 * found.d_model
+    assert own == pytest.approx(published, rel=0.005)
+
+
 def test_what_a_config_has_beyond_a_workload_is_told(tmp_path):
     path = written(tmp_path, CONFIGS["deepseek-v3"])
     said = " ".join(workload_notes(path))
@@ -136,7 +154,8 @@ def test_five_of_six_layers_of_gemma_have_the_window(tmp_path):
     ("data", "said"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "cross-attention"),
-        ({"model_type": "mamba"}, "'mamba' are not known"),
+        ({"model_type": "mamba"}, "'mamba' are not known.*predict its program"),
+        ({"_class_name": "FluxTransformer2DModel"}, "FluxTransformer2DModel of diffusers.*predict"),
         ({"hidden_size": 8}, "no model_type"),
         ({k: v for k, v in LLAMA_8B.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
         (
