@@ -175,11 +175,12 @@ def test_less_risk_needs_more_room(tmp_path):
 
 
 def test_steps_fit_or_name_the_smallest_change():
-    words = ("--workload", "llama-3-8b", "--set", "batch=16,seq=4096")
+    words = ("--workload", "llama-3.1-8b", "--set", "batch=16,seq=4096")
     cluster = ("--cluster", "dgx-h100-x16")
     done = opcast("fit", *words, *cluster, "--plan", "tp=8,dp=2", "--json")
     (found,) = json.loads(done.stdout)["results"]
     assert done.returncode == 0 and found["out_of_memory"] < 0.01
+    assert found["subject"].startswith("llama-3.1-8b with dp=2,tp=8")
     assert sum(found["parts_bytes"].values()) == pytest.approx(found["needed_bytes"])
     done = opcast("fit", *words, *cluster, "--plan", "tp=2,dp=8")
     assert done.returncode == 1

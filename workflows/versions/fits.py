@@ -103,7 +103,10 @@ def step_fits(settings: FitSettings, workload: str) -> list[MemoryFit]:
     work = read_workload(workload, own.settings)
     case = PlannedStep(cluster=own.cluster, plan=own.plan, framework=own.framework)
     places = [own.cluster] if own.cluster else map(_alone, own.device.split(","))
-    return [step_fit(case, place, work, own.risk, Path(workload).stem) for place in places]
+    # A name such as llama-3.1-405b has no suffix.
+    file = workload.lower().endswith((".json", ".yaml", ".yml"))
+    name = Path(workload).stem if file else workload
+    return [step_fit(case, place, work, own.risk, name) for place in places]
 
 
 def _alone(device: str) -> Cluster:
