@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ...common.errors import PlanError
 from ...common.interval import Interval
 from ...common.types import JsonMapping, JsonObject
-from ...common.units import duration, likely, per_second, plain
-from ...models.power.energy import cost_fields
+from ...common.units import duration, likely, per_second, plain, quantity
+from ...models.power.energy import cost_fields, energy_fields
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.step.settings import build
 
@@ -202,6 +202,7 @@ class TrainingRun:
         devices: Devices of the cluster.
         checkpoint: Seconds for which training waits per checkpoint.
         price: Dollars per device hour, if given.
+        joules: Energy of a step of all devices, with interval; ``None`` if unknown.
     """
 
     settings: RunSettings
@@ -210,6 +211,7 @@ class TrainingRun:
     devices: int
     checkpoint: float
     price: float | None = None
+    joules: Interval | None = None
 
     def _rate(self, mtbf_h: float) -> float:
         """Return the failures per second of all devices."""
@@ -259,6 +261,11 @@ class TrainingRun:
         least = self.steps * self.step.lo
         return Interval(mean, max(mean * exp(-down), least), mean * exp(up))
 
+    @property
+    def energy(self) -> Interval | None:
+        """Joules of all steps, without what failures repeat and without waiting."""
+        return self.joules and self.joules.times(self.steps)
+
     def to_dict(self) -> JsonObject:
         """Return JSON data, as ``opcast simulate --run --json`` prints it."""
         wall, span = self.wall, self.seconds
@@ -278,6 +285,7 @@ class TrainingRun:
             "checkpoint_share": wall.written / wall.mean,
             "stalled_share": wall.stalled / wall.mean,
             "device_hours": span.value / _HOUR * self.devices,
+            **energy_fields(self.energy),
             **cost_fields(self.price, span, self.devices),
         }
         if self.settings.days:
@@ -297,6 +305,9 @@ class TrainingRun:
         if self.price is not None:
             lines[0] += f", cost {plain(data['cost'], 4)} ({plain(data['cost_lo'], 4)} to "
             lines[0] += f"{plain(data['cost_hi'], 4)})"
+        if self.energy is not None:
+            used, least, most = (quantity(j / _HOUR, "Wh") for j in self.energy)
+            lines[0] += f"; its steps take {used} ({least} to {most})"
         stalled = f", {data['stalled_share']:.1%} without a spare" if own.spares >= 0 else ""
         said = "as given" if own.mtbf_h else "as in Llama 3's run"
         lines.append(
@@ -337,4 +348,5 @@ def training_run(asked: JsonMapping, found: StepPrediction, host_link: float) ->
         found.plan.devices,
         CHECKPOINT_S + copied if settings.checkpoint_s < 0 else settings.checkpoint_s,
         found.price,
+        found.joules,
     )

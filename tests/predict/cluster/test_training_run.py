@@ -106,6 +106,11 @@ def test_the_answer_of_a_step_has_the_run() -> None:
     step = found.interval
     assert data["days"] >= data["steps"] * step.value / 86400
     assert 0.0 < data["probability"] < 1.0
+    # Joules of 1,908 steps of eight H100, which draw at most 700 W each.
+    assert found.joules is not None
+    assert data["energy_j"] == data["steps"] * found.joules.value
+    assert data["energy_j"] <= 8 * 700 * data["days"] * 86400
+    assert f"take {data['energy_j'] / 3.6e6:.3g} kWh" in found.run.lines()[0]
     hours = found.run.seconds.value / 3600
     assert f"{hours:.3g} hours" in found.run.lines()[0]
 
