@@ -34,6 +34,9 @@ _FIGURES = {
     "launch_us": ("launch", 1e-6),
     "efficiency": ("efficiency", 1.0),
 }
+#: Chips of a whole TPU host, the least of a slice that is joined to others (Google Cloud, machine
+#: types ct4p-hightpu-4t, ct5lp-hightpu-4t, ct6e-standard-4t, from memory).
+_HOST_CHIPS = 4
 #: Figures of a device file that a rule may use as bandwidth, with the ``DeviceSpec`` field.
 _LINKS = {"link_gbps": "link_bandwidth", "pcie_gbps": "host_bandwidth"}
 
@@ -131,7 +134,13 @@ def joined(
         most = min(per_node, most)
     whole = [n for n in range(1, min(most, count) + 1) if count % n == 0]
     if table == "slices":
-        whole = [n for n in whole if shape_of(n, rule)] or [1]
+        whole = [n for n in whole if shape_of(n, rule)]
+        if count > most and max(whole, default=1) < _HOST_CHIPS:
+            raise DeviceError(
+                f"{count} devices are not whole slices of {spec.name}, of {_HOST_CHIPS} or more",
+                where=name,
+                hint=f"take a multiple of {_HOST_CHIPS}, best of a large power of two",
+            )
     inner = max(whole, default=1)
     box = _one_box(spec, inner)
     if inner == count:

@@ -136,6 +136,9 @@ def test_several_boxes_of_any_device():
         ("h100-smx-x4", "close to it: .*h100-sxm-x4"),
         ("dgx-l5-x16", "not in the catalogue"),
         ("tpu-v4-x6", "power of two"),
+        # 257 slices of one chip, or 129 of two.
+        ("tpu-v5e-x257", "257 devices are not whole slices"),
+        ("tpu-v6e-x258", "take a multiple of 4"),
         ("h100-sxm-x0", "not in the catalogue"),
         ("pod.yaml", "no such cluster file"),
     ],
