@@ -146,6 +146,18 @@ def base_seconds(parts: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(moved + parts["compute"] + parts["start"])
 
 
+def near_share(own: np.ndarray) -> np.ndarray:
+    """Share of the padded bytes that kernels read and write on the chip, shape ``(n,)``.
+
+    Args:
+        own: :func:`tpu_rows` of the kernels.
+    """
+    near, main = (
+        own[:, _AT[f"{place}_in"]] + own[:, _AT[f"{place}_out"]] for place in ("near", "main")
+    )
+    return np.asarray(near / np.maximum(near + main, 1.0))
+
+
 def sort_seconds(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
     """Return the seconds of sorts by a bitonic network, shape ``(n,)``; 0 for other kernels.
 

@@ -20,7 +20,7 @@ from ...features.kernels.extract import kernels_from_irs
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import least_seconds, roofline
 from ...features.table.row import rows as kernel_rows
-from ...features.table.tpu import sort_seconds, tpu_parts, tpu_rows
+from ...features.table.tpu import near_share, sort_seconds, tpu_parts, tpu_rows
 from ..core.base import KernelPrediction
 from ..core.kernel_table import SMALLEST
 from ..program.schedule_cost import UNMEASURED, Overhead
@@ -140,13 +140,17 @@ def _within_roofline(
     """
     if not kernels:
         return prediction
-    # A layout change also moves padding, and a reshape is not an alias of its operand here.
+    # A layout change also moves padding, and a reshape is not an alias of its operand here. What
+    # lies on the chip passes through registers, for which the roofline has no time.
+    own = tpu_rows(kernels)
+    parts = tpu_parts(kernel_rows(kernels), own, device)
     moves = np.array([k.opcode in ("copy", "reshape") for k in kernels], bool)
-    moved = moves * tpu_parts(kernel_rows(kernels), tpu_rows(kernels), device)["main"]
+    products = np.array([k.kind == "gemm" for k in kernels], bool)
+    passed = np.maximum(moves * parts["main"], ~products * near_share(own) * parts["registers"])
     base = np.maximum(
-        np.maximum(roofline(kernels, device).latency_s, moved) + device.floor, SMALLEST
+        np.maximum(roofline(kernels, device).latency_s, passed) + device.floor, SMALLEST
     )
-    most = base * np.where([k.kind == "gemm" for k in kernels], UNSEEN_PRODUCT, UNSEEN)
+    most = base * np.where(products, UNSEEN_PRODUCT, UNSEEN)
     learned = np.array([str(source).startswith("learned") for source in prediction.source], bool)
     high = learned & (prediction.latency > most)
     latency = np.where(high, most, prediction.latency)

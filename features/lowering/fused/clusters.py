@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...ir.op_table import PLACED, UPDATES, named
 from .folding import is_elementwise
 from .graph import Graph, Node
-from .layouts import MOVES
+from .layouts import MOVES, is_strided, keeps_lanes
 
 #: Ops of the matrix unit.
 PRODUCTS = frozenset(("dot", "convolution"))
@@ -103,6 +103,8 @@ def is_loop(node: Node) -> bool:
     # result is only read selects, for each element, the new value or the old one.
     if node.opcode in PLACED or node.opcode == "dynamic-update-slice" or is_elementwise(node):
         return not node.is_tuple
+    if node.opcode == "copy":
+        return node.type.layout != node.operands[0].type.layout and keeps_lanes(node)
     if node.opcode == "reduce":
         return not node.is_tuple and is_loop_reduction(node)
     return node.opcode == "reduce-window" and not node.is_tuple
@@ -249,10 +251,13 @@ class Clusters:
         # Clusters are ordered by their last root: nothing that reads them can stand before it.
         cluster.last = max([position[id(root)] for root in cluster.roots])
         cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
-        # A TPU's compiler computes windows once.
-        if self.fused_products and "reduce-window" in cluster.opcodes:
+        # A TPU's compiler computes windows once, and reads rows once.
+        if self.fused_products and not cluster.opcodes.isdisjoint(("reduce-window", "gather")):
             cluster.loops = False
         cluster.consumes = cluster.loops or (not cluster.library and all(map(self._takes, nodes)))
+        # It fuses nothing with what picks lanes or rows out of tiles, or turns them round.
+        if self.fused_products and any(n.opcode == "reverse" or is_strided(n) for n in nodes):
+            cluster.loops = cluster.consumes = False
 
     def _read(self, cluster: Cluster, inputs: Iterable[Node]) -> None:
         """Set a cluster's inputs; its members are known."""
@@ -298,6 +303,15 @@ class Clusters:
         made = Cluster(list(dict.fromkeys(roots)), members)
         self.add(made)
         return made
+
+    def drop_unread(self) -> None:
+        """Write no value that others than its own kernel do not read."""
+        for cluster in self.all():
+            roots = [n for n in cluster.roots if id(n) in self.kept or self.readers.get(id(n))]
+            if roots and len(roots) < len(cluster.roots):
+                self.remove(cluster)
+                cluster.roots = roots
+                self.add(cluster)
 
     def absorb(
         self, producer: Cluster, consumers: Iterable[Cluster], *, keep: bool = False

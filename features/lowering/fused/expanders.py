@@ -1,8 +1,9 @@
-"""Ops that XLA's expanders spell out at length: random bits, and gradients of max pooling."""
+"""Ops that XLA's expanders spell out at length: random bits, gradients of max pooling and rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from ....common.types import JsonObject
 from ...ir.program import DTYPE_BITS, Computation, Op, Program, TensorType
@@ -202,6 +203,28 @@ def cropped(node: Node) -> Node | None:
     zeros = splat_node(splat(made.operands[0]), node.type, node.source)
     operands = [zeros, *made.operands[1:]]
     return Node("scatter", operands, node.results, made.attrs, made.called, source=made.source)
+
+
+def one_per_row(node: Node) -> Node | None:
+    """Choose by position where a scatter into one value has an update for each row.
+
+    So comes the gradient of one element of each row, as of a cross-entropy; a TPU's compiler
+    computes it in the kernel that reads it.
+    """
+    if node.is_tuple or len(node.operands) != 3 or node.attrs.get("update_window_dims"):
+        return None
+    array, indices, updates = node.operands
+    shape, batch = array.type.shape, tuple(node.attrs.get("input_batching_dims", ()))
+    along = [d for d in range(len(shape)) if d not in batch]
+    rows = tuple(shape[d] for d in batch)
+    if splat(array) is None or len(along) != 1 or not indices.size == updates.size == prod(rows):
+        return None
+    kinds = indices.type._replace(shape=shape), TensorType("pred", shape)
+    place = Node("iota", [], kinds[:1], {"dimensions": tuple(along)}, source=node.source)
+    index = spread(reshape(indices, rows), batch, shape, node.source)
+    equal = Node("compare", [place, index], kinds[1:], {"direction": "EQ"}, source=node.source)
+    update = spread(reshape(updates, rows), batch, shape, node.source)
+    return Node("select", [equal, update, array], node.results, source=node.source)
 
 
 def _chooser(program: Program, dtype: str, rank: int) -> str:

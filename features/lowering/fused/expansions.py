@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ...cost.flops import SCAN, TPU_SCAN, scan_dimension
 from ...ir.program import PARTS, Computation, Op, Program, TensorType, WindowDim
-from .expanders import INDEX, cropped, philox, scattered
+from .expanders import INDEX, cropped, one_per_row, philox, scattered
 from .folding import padded, reshape, splat_node, spread
 from .graph import Graph, Node, element, rewrite
 from .reductions import adder, combiner
@@ -55,7 +55,8 @@ def expand_ops(
         if opcode == "select-and-scatter" and len(node.called) == 2 and not on_tpu:
             return scattered(node, program)
         if opcode == "scatter":
-            return _single_update(node, program)
+            chosen = one_per_row(node) if on_tpu else None
+            return chosen or _single_update(node, program)
         if opcode == "slice":
             return cropped(node)
         if opcode == "reduce-window":

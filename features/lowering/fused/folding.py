@@ -233,7 +233,7 @@ def _reshape(node: Node) -> Node | None:
     if inner.opcode == "broadcast" and not inner.operands[0].type.shape:
         return Node("broadcast", [inner.operands[0]], node.results, {"dimensions": ()})
     # Masks compare iotas of one shape: with the reshape moved away, equal ones are merged.
-    if inner.opcode == "iota" and _squeezed(inner.type.shape) == _squeezed(node.type.shape):
+    if inner.opcode == "iota" and squeezed(inner.type.shape) == squeezed(node.type.shape):
         return _moved_iota(inner, node)
     return None
 
@@ -243,12 +243,13 @@ def _moved_iota(inner: Node, node: Node) -> Node | None:
     (along,) = inner.attrs["dimensions"]
     if inner.type.shape[along] == 1:
         return None
-    rank = len(_squeezed(inner.type.shape[:along]))
+    rank = len(squeezed(inner.type.shape[:along]))
     places = [d for d, size in enumerate(node.type.shape) if size != 1]
     return Node("iota", [], node.results, {"dimensions": (places[rank],)}, source=node.source)
 
 
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Leave out dimensions of size one, which take no memory."""
     return tuple(size for size in shape if size != 1)
 
 

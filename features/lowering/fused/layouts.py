@@ -9,20 +9,15 @@ v5e, v5p and v6e; of the arrays' orders none differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 
-from ...ir.program import DTYPE_BITS, TensorType
+from ...ir.program import TensorType
 from .folding import is_elementwise
 from .graph import Graph, Node
+from .orders import Order, default_order, order_of, reshaped, row_major, spaced, turned_before
 
-#: Elements of a tile of memory: lanes of the minor dimension, and rows of the one above.
-LANES, SUBLANES = 128, 8
 #: Attribute of a reshape that moves its elements.
 MOVES = "moves"
-
-#: Dimensions of an array, minor to major, as :class:`TensorType` has them.
-Order = tuple[int, ...]
 
 #: Ops that make a value of any order.
 _FREE = frozenset(("constant", "iota", "broadcast"))
@@ -31,35 +26,12 @@ _FREE = frozenset(("constant", "iota", "broadcast"))
 _KEEP = frozenset(
     (
         "copy", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "reverse",
-        "reduce-window", "select-and-scatter", "get-dimension-size", "all-reduce", "all-gather",
+        "get-dimension-size", "all-reduce", "all-gather",
         "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", "map",
     )
 )  # fmt: skip
 #: Ops that read and write row-major arrays: whole rows by their numbers, and library calls.
 _ROWS = frozenset(("gather", "scatter", "custom-call", "fft", "cholesky", "triangular-solve"))
-
-
-def default_order(t: TensorType) -> Order:
-    """Return the order in which padding takes least, the program's own before others.
-
-    Args:
-        t: Tiles have 128 lanes, and 8 rows or the next power of two; types of less than 32 bits
-            pack at least as many rows as fill a word.
-    """
-    rank = len(t.shape)
-    if rank < 2:
-        return tuple(range(rank))
-    packed = max(1, 32 // max(DTYPE_BITS[t.dtype], 1))
-
-    def padded(minor: int, second: int) -> int:
-        lanes, rows = t.shape[minor], t.shape[second]
-        tile = min(SUBLANES, max(packed, 1 << max(rows - 1, 0).bit_length()))
-        outer = prod(size for d, size in enumerate(t.shape) if d not in (minor, second))
-        return outer * -(-lanes // LANES) * LANES * -(-rows // tile) * tile
-
-    pairs = ((a, b) for a in range(rank) for b in range(rank) if a != b)
-    minor, second = min(pairs, key=lambda pair: (padded(*pair), -pair[0], -pair[1]))
-    return (minor, second, *(d for d in reversed(range(rank)) if d not in (minor, second)))
 
 
 def assign_layouts(graph: Graph) -> None:
@@ -112,12 +84,12 @@ class _Assignment:
         if node.graphs:
             self._control(node)
         elif opcode == "get-tuple-element":
-            self.order[id(node)] = _order(node.operands[0].results[int(node.attrs["index"])])
+            self.order[id(node)] = order_of(node.operands[0].results[int(node.attrs["index"])])
             node.results = (node.operands[0].results[int(node.attrs["index"])],)
         elif opcode == "opt-barrier":
             node.operands = [self._fix(operand) for operand in node.operands]
             node.results = tuple(operand.type for operand in node.operands)
-            self.order[id(node)] = _order(node.type) if _is_array(node) else None
+            self.order[id(node)] = order_of(node.type) if _is_array(node) else None
         elif opcode in _FREE:
             for operand in node.operands:
                 self._fix(operand)
@@ -128,11 +100,13 @@ class _Assignment:
             self._move(node)
         elif opcode == "reduce":
             self._reduce(node)
+        elif opcode in ("reduce-window", "select-and-scatter"):
+            self._window(node)
         elif opcode == "sort":
             self._sort(node)
         elif opcode in _ROWS:
-            node.operands = [self._in(o, _rows(o.type)) for o in node.operands]
-            self._results(node, _rows)
+            node.operands = [self._in(o, row_major(o.type)) for o in node.operands]
+            self._results(node, row_major)
         elif opcode == "convolution":
             node.operands = [self._fix(operand) for operand in node.operands]
             self._set(node, _convolved(node))
@@ -142,7 +116,7 @@ class _Assignment:
 
     def _results(self, node: Node, choose: Callable[[TensorType], Order]) -> None:
         node.results = tuple(_with(t, choose(t)) for t in node.results)
-        self.order[id(node)] = _order(node.type) if _is_array(node) else None
+        self.order[id(node)] = order_of(node.type) if _is_array(node) else None
 
     def _alike(self, node: Node) -> None:
         """Give an op and its operands of the same rank one order: that of the largest."""
@@ -171,6 +145,10 @@ class _Assignment:
             derived: Order | None = tuple(places[d] for d in order)
         else:
             derived = reshaped(operand.type.shape, order, node.type.shape)
+        turned = None if derived is not None else turned_before(operand.type, order, node.type)
+        if turned is not None:
+            before, derived = turned
+            node.operands = [self._in(operand, before)]
         if derived is None:
             node.attrs[MOVES] = True
             self._set(node, default_order(node.type))
@@ -190,6 +168,18 @@ class _Assignment:
         places = {d: place for place, d in enumerate(kept)}
         derived = tuple(places[d] for d in order if d in places)
         self._results(node, lambda t: derived)
+
+    def _window(self, node: Node) -> None:
+        """Run windows along any dimension but the lanes, if one is left."""
+        first = self._fix(node.operands[0])
+        order = self.order[id(first)] or ()
+        alone = [d for d, dim in enumerate(node.attrs["window"]) if dim.size == 1]
+        if alone and order[0] not in alone:
+            order = (alone[-1], *(d for d in reversed(range(len(order))) if d != alone[-1]))
+        node.operands = [
+            self._in(o, order) if len(o.type.shape) == len(order) else o for o in node.operands
+        ]
+        self._results(node, lambda t: order)
 
     def _sort(self, node: Node) -> None:
         """Sort along any dimension but the lanes."""
@@ -246,7 +236,7 @@ class _Assignment:
         if own is None:
             self._settle(value, order)
             return value
-        if _spaced(value.type.shape, own) == _spaced(value.type.shape, order):
+        if spaced(value.type.shape, own) == spaced(value.type.shape, order):
             return value
         key = id(value), order
         if key not in self.copies:
@@ -265,88 +255,21 @@ def _convolved(node: Node) -> Order:
     return (minor, second, *(d for d in reversed(range(len(out))) if d not in (minor, second)))
 
 
-def reshaped(shape: Sequence[int], order: Order, result: Sequence[int]) -> Order | None:
-    """Return the order of a reshape's result if it is a name of its operand, ``None`` if it moves.
-
-    Args:
-        shape: Of the operand.
-        order: Of the operand.
-        result: Shape of the result.
-    """
-    groups = _groups(shape, result)
-    place = {d: i for i, d in enumerate(_spaced(shape, order))}
-    made: list[tuple[int, list[int]]] = []
-    for before, after in groups:
-        places = [place[d] for d in reversed(before)]
-        # Dimensions that become one have to lie side by side, in the order of the program.
-        if places != list(range(places[0], places[0] + len(places))):
-            return None
-        made.append((places[0], after[::-1]))
-    derived = [d for _, after in sorted(made) for d in after]
-    if not _same_tiles(_sizes(shape, _spaced(shape, order)), _sizes(result, derived)):
-        return None
-    ones = [d for d in reversed(range(len(result))) if result[d] == 1]
-    return (*derived, *ones)
+def is_strided(node: Node) -> bool:
+    """Return whether a slice leaves out elements within tiles."""
+    minor = order_of(node.type)[:2] if node.opcode == "slice" else ()
+    return any(node.attrs["slice"][d][2] != 1 for d in minor)
 
 
-def _groups(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dimensions of two shapes that hold the same elements, the smallest groups; no ones."""
-    a = [d for d, size in enumerate(shape) if size != 1]
-    b = [d for d, size in enumerate(result) if size != 1]
-    groups = []
-    while a and b:
-        before, after = [a.pop(0)], [b.pop(0)]
-        x, y = shape[before[0]], result[after[0]]
-        while x != y:
-            if x < y and a:
-                before.append(a.pop(0))
-                x *= shape[before[-1]]
-            elif b:
-                after.append(b.pop(0))
-                y *= result[after[-1]]
-            else:
-                break
-        groups.append((before, after))
-    return groups
-
-
-def _spaced(shape: Sequence[int], order: Iterable[int]) -> list[int]:
-    """An order without the dimensions of size one, which take no memory."""
-    return [d for d in order if shape[d] != 1]
-
-
-def _sizes(shape: Sequence[int], spaced: Sequence[int]) -> list[int]:
-    return [shape[d] for d in spaced]
-
-
-def _same_tiles(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Return whether arrays of equal elements, sizes minor to major, lie in memory alike.
-
-    Whole tiles of rows may be split and joined, and a vector of whole tiles is stored as rows of
-    128.
-    """
-    (lanes, rows), (new_lanes, new_rows) = ((*sizes, 1, 1)[:2] for sizes in (before, after))
-    if lanes == new_lanes:
-        return rows == new_rows or (rows % SUBLANES == 0 and new_rows % SUBLANES == 0)
-    vectors = ((before, new_lanes), (after, lanes))
-    return any(
-        len(sizes) == 1 and sizes[0] % (LANES * SUBLANES) == 0 and other == LANES
-        for sizes, other in vectors
-    )
+def keeps_lanes(copy: Node) -> bool:
+    """Return whether a copy between two orders leaves the elements in their lanes."""
+    return order_of(copy.type)[:1] == order_of(copy.operands[0].type)[:1]
 
 
 def _is_array(node: Node) -> bool:
     return len(node.results) == 1 and not node.is_tuple and bool(node.type.shape)
 
 
-def _rows(t: TensorType) -> Order:
-    return tuple(reversed(range(len(t.shape))))
-
-
-def _order(t: TensorType) -> Order:
-    return _rows(t) if t.layout is None else t.layout
-
-
 def _with(t: TensorType, order: Order) -> TensorType:
     """The type with an order; as in all of the program, row-major ones are not stated."""
-    return t._replace(layout=None if order == _rows(t) else order)
+    return t._replace(layout=None if order == row_major(t) else order)

@@ -20,7 +20,7 @@ from ..op import ragged_notes, uncosted_notes, whole_notes
 from .clusters import FOLDS, Clusters
 from .convolutions import canonical_convs
 from .emit import ComputationWriter, Emitter, bodies_of
-from .epilogues import fuse_epilogues, fuse_softmax
+from .epilogues import fuse_epilogues
 from .expansions import expand_ops
 from .folding import converted
 from .generated import WIDENED, fuse_generated
@@ -43,6 +43,8 @@ from .priority import PriorityFusion
 from .product_rewrites import SMALL_PRODUCT, merge_dots, reduce_vector_products, sum_vector_products
 from .products import canonical_dots, convolved_products, host_products, widen_products
 from .reductions import pad_products, split_products, split_reductions
+from .reshapes import join_by_maxima, move_reshapes
+from .rows import fuse_softmax
 from .simplify import simplify
 from .transposes import move_transposes, sink_transposes
 from .updates import copy_read_later, turn_loop_state, turn_updates
@@ -108,6 +110,7 @@ def lower_fused(
     donated = {parameter for _, parameter in program.aliases}
     copy_results(graph, donated)
     if machine.fused_products:
+        join_by_maxima(graph)
         assign_layouts(graph)
     writer = _fused(graph, machine, emitter, donated, is_entry=True, horizontal=horizontal)
     # Last, as in XLA: only what is updated in place starts from a copy.
@@ -149,6 +152,7 @@ def prepare(graph: Graph, machine: Machine, program: Program, *, is_entry: bool 
     if machine.fused_products:
         sum_vector_products(graph, program)
         convolved_products(graph)
+        move_reshapes(graph)
         return
     if is_entry and not machine.host:
         turn_loop_state(graph)
@@ -199,7 +203,7 @@ def _fused(
         fuse_generated(clusters, machine.converted, is_entry=is_entry)
     if not machine.host:
         fuse_epilogues(clusters, is_entry=is_entry)
-    if machine.tensor_fusion and not (machine.fused_products or machine.host):
+    if machine.tensor_fusion and not machine.host:
         fuse_softmax(clusters)
     # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,
     # and kernels get several results only at the end.

@@ -2,11 +2,9 @@
 
 The order and the checks follow XLA:GPU's MultiOutputFusion, which runs after PriorityFusion.
 
-On request independent work shares a kernel, too: small loops, or reductions, whose results one op
-reads. The rules come from XLA's passes HorizontalLoopFusion and HorizontalInputFusion. Both are
-gone from the compiler that JAX 0.10 brings: a step that updates seven parameters runs seven
-kernels. Compilers before them run them by default, so they stand behind their option,
-``xla_gpu_use_horizontal_fusion``.
+On request (``xla_gpu_use_horizontal_fusion``) independent work shares a kernel, too: small loops,
+or reductions, whose results one op reads. The rules come from XLA's passes HorizontalLoopFusion and
+HorizontalInputFusion, which the compiler that JAX 0.10 brings no longer has.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from .clusters import (
 from .graph import Node
 from .heroes import hero_of, turn_of
 from .machine import Machine
-from .priority import narrow_reduction
-from .work import LAUNCH, Work
+from .work import LAUNCH, Work, narrow_reduction
 
 #: Start, limit and stride of a slice along each dimension.
 Limits = Sequence[tuple[int, int, int]]
@@ -58,6 +55,8 @@ class MultiOutputFusion:
             producer = self.clusters.by_root.get(id(node))
             if producer is not None:
                 self._with_consumer(producer)
+        if self.clusters.fused_products:
+            self.clusters.drop_unread()
 
     def _siblings(self, node: Node) -> None:
         """Join clusters that all read ``node``."""
@@ -83,24 +82,25 @@ class MultiOutputFusion:
     def _with_consumer(self, producer: Cluster) -> None:
         """Join a producer with one that reads it, though others read it too."""
         frame = self._frame(producer)
-        if not _joins(producer) or frame is None or frame.kind != "loop":
+        # A TPU's kernel sums the result of its product beside writing it.
+        product = self.clusters.fused_products and producer.multiplies and producer.consumes
+        if not (_joins(producer) or product) or frame is None or frame.kind != "loop":
             return
         if "transpose" in producer.opcodes:  # XLA's IsPhysicallyTransposing
             return
-        consumers = sorted(
-            self.clusters.users(producer), key=lambda c: self.clusters.position[id(c.root)]
-        )
+        position = self.clusters.position
+        consumers = sorted(self.clusters.users(producer), key=lambda c: position[id(c.root)])
         for consumer in consumers:
             if not (_joins(consumer) and self._alike(producer, consumer)):
                 continue
-            if narrow_reduction(consumer, self.machine) is not None:
+            # A third kernel that needs one and feeds the other would have to run between them.
+            if self._between(producer, consumer):
                 continue
-            # A third kernel that needs one and feeds the other would have to run in the middle of
-            # them.
-            if self._between(producer, consumer) or not self._pays(producer, consumer):
-                continue
-            self.needs.merge(producer, consumer)
-            return
+            own = self._frame(consumer)
+            summed = own is not None and own.kind == "reduce"
+            if summed if product else self._pays(producer, consumer):
+                self.needs.merge(producer, consumer)
+                return
 
     def _frame(self, cluster: Cluster) -> Frame | None:
         if cluster not in self._frames:
@@ -115,6 +115,8 @@ class MultiOutputFusion:
         return len(inputs) + len(first.roots) + len(second.roots) <= MAX_OPERANDS
 
     def _pays(self, producer: Cluster, consumer: Cluster) -> bool:
+        if narrow_reduction(consumer, self.machine) is not None:
+            return False
         apart = sum(
             Work(c.nodes, c.roots, self.machine).ticks() + LAUNCH for c in (producer, consumer)
         )

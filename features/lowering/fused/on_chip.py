@@ -22,8 +22,9 @@ _NO_VALUES = named("no_values") | _VIEWS
 #: Part of the on-chip memory that values may take; the rest is for the kernels' own windows.
 #: Engineering estimates, this and the next one (docs/fused.md).
 SHARE = 0.75
-#: Largest share of the memory for one value; the compiler places few that are larger.
-LARGEST = 0.2
+#: Largest share of the memory for one value: values of half of it are still placed (compiled for a
+#: v5e).
+LARGEST = 0.5
 _MIB = 2.0**20
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from ...ir.op_table import UPDATES, ops_with
@@ -12,46 +12,25 @@ from .clusters import (
     MAX_OPERANDS,
     Cluster,
     Clusters,
-    Shape,
     is_loop_reduction,
     is_view,
-    reduction,
     source_of,
     written,
 )
-from .folding import is_elementwise
+from .folding import is_elementwise, splat, squeezed
 from .graph import Node
 from .heroes import hero_of
 from .machine import Machine
-from .work import LAUNCH, MAX_CODE, Each, Work, blocks_of, done_by_called
+from .rows import count_of, is_read_by_rows, works_by_rows
+from .work import LAUNCH, MAX_CODE, Each, Work, done_by_called, narrow_reduction
 
 #: Ops too costly to repeat for each element of an overlapping window.
 _EXPENSIVE = ops_with(lambda spec: spec.expensive)
-#: Ops that Triton, whose kernels those of rows are, does not read through (triton_support.cc).
-_NOT_BY_ROWS = frozenset(
-    ("concatenate", "dynamic-slice", "dynamic-update-slice", "gather", "pad", "reverse")
-)
 #: Ops that are expanded to dozens of others, many of which read the operand: a producer that is
 #: fused into them would be computed that often.
 _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
 #: Those, and what would compute an expensive producer again for each window.
 _READ_AGAIN = _MANY_READS | {"reduce-window"}
-
-
-def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
-    """Find a column reduction of a cluster that starts fewer blocks than there are cores.
-
-    The compiler gives such a reduction no second large array to read.
-    """
-    if "reduce" not in cluster.opcodes:
-        return None
-    inside = set(map(id, cluster.nodes))
-    for hero in [hero_of(root, inside) for root in cluster.roots]:
-        if hero.opcode == "reduce" and not hero.is_tuple and not is_loop_reduction(hero):
-            column = reduction(hero).shape is Shape.COLUMN
-            if column and blocks_of(hero, machine) < machine.cores:
-                return hero
-    return None
 
 
 class _Pair(NamedTuple):
@@ -147,7 +126,7 @@ class PriorityFusion:
                 touched.update(dict.fromkeys(self.clusters.producers(consumer)))
             for other in touched:
                 self._push(other)
-        for cluster in self.clusters.all():
+        for cluster in self.clusters.all() if not self.clusters.fused_products else ():
             if cluster.rows and id(cluster.root) in self.clusters.by_root:
                 self._close(cluster)
 
@@ -184,12 +163,12 @@ class PriorityFusion:
 
         Rows of 16 bits and their conversions stay apart, as compiled for an A100.
         """
-        count = _count(rows)
+        count = count_of(rows)
         return (
             user.consumes
             and len(user.roots) == 1
             and rows.root.type.dtype == "f32"
-            and all(_by_rows(node, count) for node in user.members.values())
+            and all(works_by_rows(node, count) for node in user.members.values())
         )
 
     def _push(self, cluster: Cluster) -> None:
@@ -216,6 +195,8 @@ class PriorityFusion:
             or self._finished(producer, consumers)
         ):
             return None
+        if clusters.fused_products and _is_parted(root, consumers):
+            return None
         # All consumers or none, as in XLA: one that keeps reading the array would keep the kernel.
         for consumer in consumers:
             if not consumer.consumes:
@@ -234,6 +215,9 @@ class PriorityFusion:
                 return None
             apart += pair.apart
             together += pair.joined
+        # A TPU's compiler does not weigh repeated work, and its products read and write any order.
+        if clusters.fused_products and "reduce" not in producer.opcodes:
+            return max(apart - together, 1)
         return apart - together
 
     def _consumers(self, producer: Cluster) -> list[Cluster]:
@@ -301,9 +285,9 @@ class PriorityFusion:
 
     def _extends(self, rows: Cluster) -> bool:
         """Return whether all that read a kernel of rows can go on with the rows that it holds."""
-        count = _count(rows)
+        count = count_of(rows)
         return all(
-            _by_rows(node, count)
+            works_by_rows(node, count)
             for user in self.clusters.users(rows)
             for node in user.members.values()
         )
@@ -315,6 +299,8 @@ class PriorityFusion:
         (reader, *others), size = consumers, producer.root.size
         if others or reader.multiplies:
             return False
+        if reader.rows:
+            return True
         # Nothing on the way from the product to the result may read its elements more than once.
         way = {id(producer.root)}
         for node in reader.nodes:
@@ -340,10 +326,12 @@ class PriorityFusion:
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
         """Return whether the consumer's kernel can compute the producer."""
         root = producer.root
-        if consumer.rows and not all(map(_read_by_rows, producer.members.values())):
+        by_triton = consumer.rows and not self.clusters.fused_products
+        if by_triton and not all(map(is_read_by_rows, producer.members.values())):
             return False
         # The array that an update writes to has to exist in memory before.
-        for node in consumer.roots:
+        filled = self.clusters.fused_products and splat(root) is not None
+        for node in consumer.roots if not filled else ():
             for i in written(node):
                 if source_of(node.operands[i]) is root:
                     return False
@@ -361,6 +349,23 @@ class PriorityFusion:
             return True
         size = narrow.operands[0].size
         return sum(2 * node.size >= size for node in inputs) <= 1
+
+
+def _is_parted(root: Node, readers: Iterable[Cluster]) -> bool:
+    """Return whether a TPU's kernels read a value in parts or in another shape, or pad it.
+
+    Its compiler computes nothing in the kernel of a pad, nothing that is read through a reshape,
+    and once what several slices read.
+    """
+    slices, own = 0, sorted(squeezed(root.type.shape))
+    for node in (node for reader in readers for node in reader.nodes):
+        for operand in node.operands:
+            if source_of(operand) is root:
+                # A transpose leaves the sizes.
+                if node.opcode == "pad" or sorted(squeezed(operand.type.shape)) != own:
+                    return True
+                slices += node.opcode == "slice"
+    return slices > 1
 
 
 def _views(reader: Cluster, root: Node) -> bool:
@@ -381,30 +386,6 @@ def _form_of(cluster: Cluster) -> Hashable:
     return tuple(ops), roots, cluster.rows, cluster.library
 
 
-def _read_by_rows(node: Node) -> bool:
-    """Return whether Triton computes an op: it has no unsigned integers, as random bits are."""
-    return node.opcode not in _NOT_BY_ROWS and not node.type.dtype.startswith("u")
-
-
 def _keeps(node: Node) -> bool:
     """Return whether an op reads each element once."""
     return is_elementwise(node) or node.opcode in ("transpose", "slice")
-
-
-def _count(rows: Cluster) -> int:
-    """Rows of a kernel of rows."""
-    widest = max(rows.members.values(), key=lambda node: node.size)
-    return widest.size // widest.type.shape[-1]
-
-
-def _by_rows(node: Node, count: int) -> bool:
-    """Return whether an op works on whole rows, one beside the other, of which there are so many.
-
-    Sums over the rows need what other blocks make.
-    """
-    if node.opcode == "reduce":
-        along = tuple(node.attrs["dimensions"]) == (len(node.operands[0].type.shape) - 1,)
-        return not node.is_tuple and along and node.size == count
-    if node.opcode == "broadcast" or is_elementwise(node):
-        return not node.is_tuple and _read_by_rows(node)
-    return False

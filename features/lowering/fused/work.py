@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ....common.files import own_data
 from ...ir.op_table import PLACED, UPDATES, ops_with
 from ...ir.program import DTYPE_BITS, Program, TensorType
-from .clusters import FOLDS, PRODUCTS, Shape, is_loop_reduction, reduction, source_of
+from .clusters import FOLDS, PRODUCTS, Cluster, Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
 from .heroes import hero_of, turns_minor, turns_tiles
 from .machine import Machine
@@ -372,3 +372,19 @@ def blocks_of(root: Node, machine: Machine) -> int:
         size = max([operand.size for operand in root.operands])
     unrolled = gcd(size, _UNROLLED) if size >= _HELD * machine.cores else 1
     return ceil(size / (_THREADS * unrolled))
+
+
+def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
+    """Find a column reduction of a cluster that starts fewer blocks than there are cores.
+
+    The compiler gives such a reduction no second large array to read.
+    """
+    if "reduce" not in cluster.opcodes:
+        return None
+    inside = set(map(id, cluster.nodes))
+    for hero in [hero_of(root, inside) for root in cluster.roots]:
+        if hero.opcode == "reduce" and not hero.is_tuple and not is_loop_reduction(hero):
+            column = reduction(hero).shape is Shape.COLUMN
+            if column and blocks_of(hero, machine) < machine.cores:
+                return hero
+    return None

@@ -194,6 +194,23 @@ def test_kernels_of_another_lowering_stay_near_their_roofline(model: TpuEstimato
     assert not any("estimated none" in note for note in model.notes(kernels("v5e_bias"), V5E))
 
 
+def test_what_stays_on_the_chip_passes_through_registers() -> None:
+    """4096 × 4096 f32 in and out of VMEM: 2 × 16384 registers of eight cycles, 4 × 1024 bytes each.
+
+    The vector units pass four bytes in the time of an f32 operation.
+    """
+    text = """HloModule m, is_scheduled=true
+ENTRY main {
+  x = f32[4096,4096]{1,0:S(1)} parameter(0)
+  ROOT y = f32[4096,4096]{1,0:S(1)} tanh(x)
+}"""
+    own = extract_kernels(parse_hlo(text))[0]
+    far = KernelPrediction.around(np.array([1.0]), (-0.1, 0.1), "learned")
+    found = by_compiler(far, own, V5E, unasked)
+    seconds = 2 * 16384 * 8 * 4096 / (4 * V5E.vector_peak("f32"))
+    assert found.latency[0] == pytest.approx(4 * (seconds + V5E.floor))
+
+
 def test_kernels_with_an_estimate_are_learned(model: TpuEstimator) -> None:
     own = [k for k in kernels("v5e_bias") if k.cycles]
     found = model.predict(own, V5E)

@@ -7,7 +7,7 @@ import pytest
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.program import TensorType
 from opcast.features.kernels.kernel import LoweredProgram
-from opcast.features.lowering.fused.layouts import default_order, reshaped
+from opcast.features.lowering.fused.orders import default_order, reshaped
 from opcast.features.lowering.lower import lower
 
 

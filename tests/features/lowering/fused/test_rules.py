@@ -27,13 +27,14 @@ from opcast.features.lowering.fused.clusters import (
     is_loop_reduction,
     reduction,
 )
-from opcast.features.lowering.fused.epilogues import fuse_epilogues, fuse_softmax
+from opcast.features.lowering.fused.epilogues import fuse_epilogues
 from opcast.features.lowering.fused.graph import Node, build_graph
 from opcast.features.lowering.fused.loops import drop_dead_state, merge_counters
 from opcast.features.lowering.fused.machine import Machine, machine_of
 from opcast.features.lowering.fused.multi_output import MultiOutputFusion
 from opcast.features.lowering.fused.priority import PriorityFusion
 from opcast.features.lowering.fused.reductions import parts_of
+from opcast.features.lowering.fused.rows import fuse_softmax
 from opcast.features.lowering.fused.simplify import simplify
 from opcast.features.lowering.fused.work import Work
 from opcast.features.lowering.lower import Choice, choose_lowering, lower

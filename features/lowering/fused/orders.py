@@ -1,0 +1,152 @@
+"""Orders in which a TPU's memory holds the dimensions of an array, and reshapes between them.
+
+Memory pads the two minor dimensions of an array to tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from math import prod
+
+from ...ir.program import DTYPE_BITS, TensorType
+
+#: Elements of a tile of memory: lanes of the minor dimension, and rows of the one above.
+LANES, SUBLANES = 128, 8
+
+#: Dimensions of an array, minor to major, as :class:`TensorType` has them.
+Order = tuple[int, ...]
+
+
+def default_order(t: TensorType) -> Order:
+    """Return the order in which padding takes least, the program's own before others.
+
+    Args:
+        t: Tiles have 128 lanes, and 8 rows or the next power of two; types of less than 32 bits
+            pack at least as many rows as fill a word.
+    """
+    if len(t.shape) < 2:
+        return tuple(range(len(t.shape)))
+    return min(_orders(t), key=lambda order: (padded_size(t, order), -order[0], -order[1]))
+
+
+def _orders(t: TensorType) -> Iterable[Order]:
+    """Orders of all pairs of minor dimensions, the other dimensions row-major."""
+    dims = range(len(t.shape))
+    for a, b in permutations(dims, 2):
+        yield (a, b, *(d for d in reversed(dims) if d not in (a, b)))
+
+
+def padded_size(t: TensorType, order: Order) -> int:
+    """Elements that an array of two dimensions or more takes in an order, padded to tiles."""
+    lanes, rows = t.shape[order[0]], t.shape[order[1]]
+    packed = max(1, 32 // max(DTYPE_BITS[t.dtype], 1))
+    tile = min(SUBLANES, max(packed, 1 << max(rows - 1, 0).bit_length()))
+    outer = prod(t.shape[d] for d in order[2:])
+    return outer * -(-lanes // LANES) * LANES * -(-rows // tile) * tile
+
+
+def row_major(t: TensorType) -> Order:
+    """Order of the program: the last dimension is minor."""
+    return tuple(reversed(range(len(t.shape))))
+
+
+def order_of(t: TensorType) -> Order:
+    """Order that a type states."""
+    return row_major(t) if t.layout is None else t.layout
+
+
+def reshaped(shape: Sequence[int], order: Order, result: Sequence[int]) -> Order | None:
+    """Return the order of a reshape's result if it is a name of its operand, ``None`` if it moves.
+
+    Args:
+        shape: Of the operand.
+        order: Of the operand.
+        result: Shape of the result.
+    """
+    groups = groups_of(shape, result)
+    place = {d: i for i, d in enumerate(spaced(shape, order))}
+    made: list[tuple[int, list[int]]] = []
+    for before, after in groups:
+        places = [place[d] for d in reversed(before)]
+        # Dimensions that become one have to lie side by side, in the order of the program.
+        if places != list(range(places[0], places[0] + len(places))):
+            return None
+        made.append((places[0], after[::-1]))
+    derived = [d for _, after in sorted(made) for d in after]
+    if not _same_tiles(_sizes(shape, spaced(shape, order)), _sizes(result, derived)):
+        return None
+    ones = [d for d in reversed(range(len(result))) if result[d] == 1]
+    return (*derived, *ones)
+
+
+def turned_before(t: TensorType, order: Order, result: TensorType) -> tuple[Order, Order] | None:
+    """Orders in which a reshape that moves is a name after a copy: of its operand, and its own.
+
+    ``None`` if they pad more than the result's best order. Parts of whole lanes move as tiles do.
+
+    Args:
+        t: Of the operand.
+        order: Of the operand.
+        result: Type of the result.
+    """
+    if len(t.shape) < 2 or len(result.shape) < 2:
+        return None
+    best = default_order(result)
+    minor, own = result.shape[best[0]], t.shape[order[0]]
+    if minor != own and minor % LANES == 0 and own % LANES == 0 and best[0] == len(best) - 1:
+        return None
+    limit = padded_size(result, best)
+    for made in sorted(_orders(result), key=lambda o: (padded_size(result, o), -o[0], -o[1])):
+        if padded_size(result, made) > limit:
+            return None
+        before = reshaped(result.shape, made, t.shape)
+        if before is not None:
+            return before, made
+    return None
+
+
+def groups_of(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Dimensions of two shapes that hold the same elements, the smallest groups; no ones."""
+    a = [d for d, size in enumerate(shape) if size != 1]
+    b = [d for d, size in enumerate(result) if size != 1]
+    groups = []
+    while a and b:
+        before, after = [a.pop(0)], [b.pop(0)]
+        x, y = shape[before[0]], result[after[0]]
+        while x != y:
+            if x < y and a:
+                before.append(a.pop(0))
+                x *= shape[before[-1]]
+            elif b:
+                after.append(b.pop(0))
+                y *= result[after[-1]]
+            else:
+                break
+        groups.append((before, after))
+    return groups
+
+
+def spaced(shape: Sequence[int], order: Iterable[int]) -> list[int]:
+    """An order without the dimensions of size one, which take no memory."""
+    return [d for d in order if shape[d] != 1]
+
+
+def _sizes(shape: Sequence[int], spaced: Sequence[int]) -> list[int]:
+    return [shape[d] for d in spaced]
+
+
+def _same_tiles(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Return whether arrays of equal elements, sizes minor to major, lie in memory alike.
+
+    Whole tiles of rows may be split and joined, and a vector of whole tiles is stored as rows of
+    128.
+    """
+    (lanes, rows), (new_lanes, new_rows) = ((*sizes, 1, 1)[:2] for sizes in (before, after))
+    if lanes == new_lanes:
+        return rows == new_rows or (rows % SUBLANES == 0 and new_rows % SUBLANES == 0)
+    vectors = ((before, new_lanes), (after, lanes))
+    return any(
+        len(sizes) == 1 and sizes[0] % (LANES * SUBLANES) == 0 and other == LANES
+        for sizes, other in vectors
+    )
