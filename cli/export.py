@@ -254,7 +254,7 @@ def export_simai(
     workload: Workload,
     cluster: ClusterOpt,
     out: Annotated[Path, Option("File to write.")],
-    plan: Annotated[str, Option("Parallel plan of tp and dp, such as tp=8,dp=2.")],
+    plan: Annotated[str, Option("Parallel plan of tp, dp and ep, such as tp=8,dp=2.")],
     settings: Settings = (),
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:

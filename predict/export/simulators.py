@@ -145,8 +145,7 @@ def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency)
         PlanError: The plan has other axes, or does not fit the model or the cluster.
     """
     plan = resolved(work, replace(plan, sp=False), devices)
-    told = Plan(tp=plan.tp, dp=plan.dp, ep=plan.ep, microbatches=plan.microbatches, sp=False)
-    if plan != told:
+    if plan.changed(tp=1, dp=1, ep=1, microbatches=0) != Plan(sp=False):
         raise PlanError(
             "SimAI's workload supports only tensor, data and expert parallelism",
             where=f"plan {plan.text()}",

@@ -99,10 +99,13 @@ def test_workload_for_simai(tmp_path):
     assert set(items(out.read_text())[1]["weights_comm"]) == {"NONE"}
 
 
-@pytest.mark.parametrize("plan", [Plan(pp=2, tp=2), Plan(fsdp=4), Plan(dp=4, zero=1)])
+@pytest.mark.parametrize(
+    "plan", [Plan(pp=2, tp=2), Plan(fsdp=4), Plan(fsdp=4, ep=4), Plan(dp=4, zero=1)]
+)
 def test_other_axes_have_no_workload_for_simai(plan):
+    work = replace(WORK, experts=4, top_k=2)
     with pytest.raises(PlanError, match="tensor, data and expert parallelism"):
-        simai_workload(WORK, plan, 4, LATENCY)
+        simai_workload(work, plan, 4, LATENCY)
 
 
 def test_experts_for_simai():
