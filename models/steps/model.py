@@ -105,9 +105,9 @@ class StepModel(JsonModel):
         Args:
             context: Levels of the step.
             slopes: Derivative of the step's logarithm by that of each class of cost.
-            operators: Down and up, the extent of the step due to the intervals of its operators, as
-                logarithms ≥ 0. Leave at 0 on chips with steps in the training data: the errors of
-                those steps include it.
+            operators: Down and up, the extent of the step due to the intervals of its operators and
+                collectives, as logarithms ≥ 0. Leave at 0 on chips with steps in the training data:
+                the errors of those steps include it.
         """
         known = calibrated_as(self.tier(context), slopes)
         keys = (context.cluster, known) if known == CLUSTER else (known,)

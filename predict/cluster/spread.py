@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import exp, log
+from math import exp, hypot, log
 
 import numpy as np
 
@@ -116,6 +116,29 @@ def unknown_operators(
     return share * log(middle / max(low, 1e-3 * middle)), share * log(high / middle)
 
 
+def unknown_collectives(
+    workload: Workload, plan: Plan, costs: Costs, step: StepTime
+) -> tuple[float, float]:
+    """Return a step's half-widths from the intervals of collectives in a box.
+
+    Their errors are assumed to be common, as those of :func:`unknown_operators`. Collectives
+    between boxes have a learned effect, whose deviation covers their errors.
+
+    Args:
+        workload: The model.
+        plan: The resolved plan.
+        costs: Costs that ``step`` was composed of.
+        step: The step.
+
+    Returns:
+        Logarithms, at least 0, downwards and upwards.
+    """
+    low, high = (
+        log(step_time(workload, plan, costs.at_bound(side)).total / step.total) for side in (1, 2)
+    )
+    return max(0.0, -low), max(0.0, high)
+
+
 def step_interval(
     learned: StepModel,
     context: StepContext,
@@ -128,7 +151,7 @@ def step_interval(
     """Return the bounds of a step's 90 % interval, as logarithms of factors on the estimate.
 
     The width follows from the uncertainty of the effects that determine the step; on a chip without
-    measured steps, the uncertainty of the chip's operators is added.
+    measured steps, that of the chip's operators and of its collectives in a box is added.
 
     Args:
         learned: Step model.
@@ -148,5 +171,7 @@ def step_interval(
     reach = (0.0, 0.0)
     if measured_as(latency.spec) not in learned.devices:
         share = sum(slopes[kind] for kind in kinds)
-        reach = unknown_operators(costs.ops, counts, latency.scopes, share)
+        operators = unknown_operators(costs.ops, counts, latency.scopes, share)
+        collectives = unknown_collectives(workload, plan, costs, step)
+        reach = hypot(operators[0], collectives[0]), hypot(operators[1], collectives[1])
     return learned.interval(context, slopes, reach)

@@ -210,6 +210,23 @@ class Costs:
         other.ops, other.links = self.ops, self.links
         return other
 
+    def at_bound(self, side: int) -> Costs:
+        """Costs with collectives in a box at a bound of their intervals.
+
+        Args:
+            side: Position of the bound in an :class:`Interval`.
+        """
+
+        def network(kind: str, size: float, group: Group) -> Interval:
+            found = self.estimate(kind, size, group)
+            return found if self.leaves_box(group) else found._replace(value=found[side])
+
+        other = Costs(
+            self._latency, network, self.host_bandwidth, self.contention, self.effects, self.box
+        )
+        other.ops = self.ops
+        return other
+
     def prepare(self, calls: Iterable[Op]) -> None:
         """Predict all new operators in one batch."""
         # ``dict.fromkeys`` drops duplicates but keeps the order, so that results are reproducible.

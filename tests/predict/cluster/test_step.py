@@ -258,6 +258,22 @@ def test_formats_without_units_run_as_wider_ones(operators):
     assert any("products run in fp8" in note for note in widened.notes())
 
 
+def test_collectives_of_a_chip_without_measured_steps_widen_the_interval(operators):
+    """No step of an L40S was measured: it is as uncertain as PCI Express, which it waits for."""
+
+    def found(cluster):
+        work = make_workload("llama", {"layers": 16, "batch": 32})
+        return StepPredictor(cluster, operators).predict(work, parse_plan("fsdp=8"), remedy=False)
+
+    slow, known = found("l40s-x8"), found("h100-sxm-x8")
+    link = learned_time("all_gather", 2**27, range(8), find_cluster("l40s-x8"))
+    # The exposed share of the step grows with its collectives.
+    most = 1 + slow.step.exposed / slow.step.total * (link.hi / link.value - 1)
+    assert slow.step.exposed > 0.4 * slow.step.total and most > 1.4
+    assert slow.interval.hi / slow.interval.value >= most
+    assert known.interval.hi < 1.4 * known.interval.value
+
+
 def test_fewer_micro_batches_are_named_where_they_are_much_faster(operators):
     # Each of 8 micro-batches gathers 36 billion parameters / 8 twice and reduces their gradients
     # in f32 over 7/8 of 8 boxes: 31.5 GB, 0.63 s at 50 GB/s against 0.4 s of computation.
