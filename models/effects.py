@@ -12,9 +12,9 @@ current effects: least absolute errors with shrinkage around a simulation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import exp
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -27,6 +27,8 @@ from .adapt.active import Errors
 #: Value of a level, optionally with a strength that multiplies its effect. An empty value has no
 #: effect; an empty value with a strength stands for an unknown one (effect 0, full deviation).
 Value = str | tuple[str, float]
+#: A level that applies to a context, with the key and strength of its effect.
+Applied = tuple["Level", str, float]
 #: Level that is adapted to a user's own measurements: source and device.
 CLUSTER = "cluster"
 #: Class of the factor on a whole latency.
@@ -107,20 +109,35 @@ class Levels:
         """Classes of :attr:`prior` that have effects."""
         return tuple(c for c in self.prior if any(level.cost == c for level in self.levels))
 
-    def of(self, context: Context, *, unnamed: bool = False) -> list[tuple[Level, str, float]]:
+    def of(self, context: Context, *, unnamed: bool = False) -> tuple[Applied, ...]:
         """Levels that apply to a context, with the keys and strengths of their effects.
 
         Args:
             context: Context of a measurement.
             unnamed: Whether to include levels with an unknown value.
         """
-        found = []
-        for level in self.levels:
-            value = context.get(level.name, "")
-            name, strength = (value, float(value != "")) if isinstance(value, str) else value
-            if strength and (name or unnamed):
-                found.append((level, level.key(name), strength))
-        return found
+        return self._applied(tuple(context.get(name, "") for name in self._names), unnamed)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(level.name for level in self.levels))
+
+    @cached_property
+    def _applied(self) -> Callable[[tuple[Value, ...], bool], tuple[Applied, ...]]:
+        """What applies to the values of all names, kept: a table repeats the same few."""
+
+        @lru_cache(4096)
+        def applied(values: tuple[Value, ...], unnamed: bool) -> tuple[Applied, ...]:
+            given = dict(zip(self._names, values, strict=True))
+            found = []
+            for level in self.levels:
+                value = given[level.name]
+                name, strength = (value, float(value != "")) if isinstance(value, str) else value
+                if strength and (name or unnamed):
+                    found.append((level, level.key(name), strength))
+            return tuple(found)
+
+        return applied
 
 
 @dataclass

@@ -246,8 +246,10 @@ class Measured:
 
     def predicted(self, effects: TorchEffects) -> np.ndarray:
         """Seconds by class of cost under effects, shape ``(n, costs)``."""
-        logs = [effects.log_factors(context) for context in self.contexts]
-        each = np.array([[own[cost] for cost in COSTS] for own in logs])
+        distinct = {frozenset(own.items()): own for own in self.contexts}
+        logs = {kind: effects.log_factors(own) for kind, own in distinct.items()}
+        rows = {kind: [own[cost] for cost in COSTS] for kind, own in logs.items()}
+        each = np.array([rows[frozenset(own.items())] for own in self.contexts])
         return np.asarray(self.seconds * np.exp(np.where(self.apart, 0.0, each)))
 
     def fit(self, learn: np.ndarray) -> TorchEffects:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.core.registry import make_estimator
 from opcast.models.cost_model import CostModel
+from opcast.models.program import context_trees
 from opcast.models.training.train import (
     TrainResult,
     compare_models,
@@ -22,6 +24,14 @@ from opcast.models.training_data.metrics import metrics_table
 from opcast.models.training_data.prepared import PreparedDataset
 
 FAST = {"rounds": 60, "max_depth": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_trees() -> Iterator[None]:
+    """Of the correction by place: what it learns, ``tests/models/program`` checks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_trees, "ROUNDS", 20)
+        yield
 
 
 @pytest.fixture(scope="module")
