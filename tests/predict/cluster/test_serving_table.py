@@ -299,11 +299,18 @@ def test_releases_of_engines_and_of_routers_before_them() -> None:
     assert versions == ["0.12.0", "", "1.2.0rc2", "", "0.8.0", "0"]
 
 
-@pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
-def test_nearly_all_published_rows_are_expressed() -> None:
-    rows, reasons = read_rows(
-        read_cases(TABLE, "serving"), partial(serving_row, folder=TABLE.parent)
-    )
+@pytest.fixture(scope="module")
+def published() -> tuple[list[ServingRow | None], list[str]]:
+    """All published rows, and why some are none."""
+    if not TABLE.is_file():
+        pytest.skip(f"no published serving at {TABLE}")
+    return read_rows(read_cases(TABLE, "serving"), partial(serving_row, folder=TABLE.parent))
+
+
+def test_nearly_all_published_rows_are_expressed(
+    published: tuple[list[ServingRow | None], list[str]],
+) -> None:
+    rows, reasons = published
     # Some publishers give neither the lengths of prompts nor those of outputs.
     told = [row for row, why in zip(rows, reasons, strict=True) if "lengths of prompts" not in why]
     assert len(told) / len(rows) > 0.95
@@ -585,14 +592,10 @@ def test_answers_of_two_kinds_of_workers_take_longer_to_hand_over() -> None:
     assert simulated(serving_row({**DENSE, "load": "static-batch"})).delay == 0.0
 
 
-@pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
-def test_no_published_run_is_faster_than_the_data_sheet() -> None:
-    table = read_cases(TABLE, "serving")
-    rows = [
-        r
-        for r in read_rows(table, partial(serving_row, folder=TABLE.parent))[0]
-        if r and not r.spec.requests
-    ]
+def test_no_published_run_is_faster_than_the_data_sheet(
+    published: tuple[list[ServingRow | None], list[str]],
+) -> None:
+    rows = [row for row in published[0] if row and not row.spec.requests]
     judged = {"ttft": 0, "tpot": 0}
     for row in rows:
         drawn = draw(row.spec)
