@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from ...common.errors import OpcastError
+from ...common.errors import OpcastError, PlanError
 from ...common.files import own_data, parse_json
 from ...common.types import JsonObject
 from ..step.configs import read_config
@@ -99,6 +99,12 @@ def served_by_name(
         PlanError: The name or a format is unknown, a file cannot be read, or sizes do not fit.
     """
     given = once(settings.items(), ALIASES, "--set")
+    if idle := given.keys() & {"dtype", "products"}:
+        raise PlanError(
+            f"{min(idle)}={given[min(idle)]} changes nothing in serving",
+            where="--set",
+            hint="give the format of the weights, as in --weights fp8",
+        )
     known, own, recurrent, bare = plain_name(name), "", 0, 0
     entry, sizes = served_models().get(known, {}), recurrence_of(known)
     if files and name.lower().endswith(".json"):

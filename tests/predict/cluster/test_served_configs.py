@@ -163,3 +163,10 @@ def test_newer_configs_list_their_blocks(tmp_path: Path) -> None:
         "NVIDIA-Nemotron-H-8B", tmp_path, hybrid_override_pattern=None, layers_block_type=blocks
     )
     assert listed == served("NVIDIA-Nemotron-H-8B", tmp_path)
+
+
+@pytest.mark.parametrize("given", [{"dtype": "fp8"}, {"products": "nvfp4"}])
+def test_types_of_training_are_not_those_of_serving(given):
+    """Weights in bf16 were served, whatever was asked for."""
+    with pytest.raises(PlanError, match=r"changes nothing in serving.*--weights fp8"):
+        served_by_name("llama-3-8b", given, Formats())
