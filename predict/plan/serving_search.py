@@ -62,8 +62,8 @@ def deployments(base: Deployment, devices: int, apart: bool = True) -> Iterator[
             yield replace(base, engine=Workers(plan, devices // plan.devices), prefill=None)
     if not apart:
         return
-    for share in PREFILL_SHARES:
-        ahead = round(devices * share)
+    # Of few devices, two shares are the same number.
+    for ahead in dict.fromkeys(round(devices * share) for share in PREFILL_SHARES):
         for first in plans:
             for second in plans:
                 # Prefill gains nothing from pipelines or data-parallel attention.

@@ -58,6 +58,9 @@ def test_deployments_use_all_devices() -> None:
     assert {one.devices for one in tried} == {4}
     assert any(one.prefill is not None for one in tried)
     assert all(one.prefill is None for one in deployments(BASE, 4, apart=False))
+    # Half and three quarters of three devices are two.
+    three = [(one.engine, one.prefill) for one in deployments(BASE, 3)]
+    assert len(three) == len(set(three)) and any(first for _, first in three)
 
 
 def test_the_best_keeps_the_slo_and_says_why() -> None:
