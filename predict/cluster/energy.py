@@ -66,7 +66,8 @@ def serving_energy(
     """Return joules of all devices while they serve a load; ``None`` if no power limit is known.
 
     A pass reads the dense weights and the experts that its tokens reach once; every output token
-    reads the keys and values of all tokens before it; FLOPs count a token's active parameters.
+    reads the keys and values of all tokens before it; FLOPs count the active parameters of tokens
+    that are not found in a prefix cache.
     Cores poll while they wait for the network, and idle while they wait for the host.
 
     Args:
@@ -91,10 +92,12 @@ def serving_energy(
     idle = total.value - busy - seconds[_POLLING] * scale
     length = (load.prompts + load.outputs).astype(float)
     one = replace(model.workload, batch=1, seq=max(1, round(length.mean())), mode="forward")
-    flops = one.model_flops() * len(length)
+    # Tokens in a prefix cache are not run.
+    ran = length.sum() - float(run.found.sum())
+    flops = one.model_flops() * ran / length.mean()
     # On average half of the output precedes a token.
     before = float((load.outputs * (load.prompts + load.outputs / 2.0)).sum())
-    passes = run.iterations * _read_weights(deployment, length.sum() / max(run.iterations, 1))
+    passes = run.iterations * _read_weights(deployment, ran / max(run.iterations, 1))
     moved = passes + before * model.token_bytes(plan) * plan.devices / deployment.options.accepted
     rate = spec.matrix_peak(FORMATS[model.weights].rate)
     matrix, memory = flops / deployment.devices, moved / deployment.devices
