@@ -105,15 +105,15 @@ function changePanel(query, { device, answer: base }) {
     points.forEach((point, i) => exact.set(JSON.stringify(point), answer.points[i]));
     return answer.points;
   };
-  const learn = async (part, row) => {
-    const others = part.stops.filter((stop) => stop !== part.now);
+  const learn = async (own) => {
+    const asks = own.flatMap((part) => part.stops.filter((stop) => stop !== part.now).map((stop) => ({ part, stop })));
     try {
-      const found = await put(others.map((stop) => pointOf([part], { [part.key]: stop })));
-      others.forEach((stop, i) => found[i].latency_us && known.get(part).set(stop, found[i].latency_us));
+      const found = await put(asks.map(({ part, stop }) => pointOf([part], { [part.key]: stop })));
+      asks.forEach(({ part, stop }, i) => found[i].latency_us && known.get(part).set(stop, found[i].latency_us));
     } catch {
       // Then each value is asked by itself, which says why it cannot be answered.
     }
-    row.enable();
+    own.forEach((part) => inputs[parts.indexOf(part)].enable());
   };
   const given = pairsOf(query.changed);
   const values = Object.fromEntries(
@@ -183,8 +183,10 @@ function changePanel(query, { device, answer: base }) {
     show();
   });
   show();
-  // One slider after the other: a server has few workers.
-  inputs.reduce((before, row, i) => before.then(() => learn(parts[i], row)), Promise.resolve());
+  // One request after the other: a server has few workers. Sliders of the device share one, and so its program.
+  const [settings, rates] = [true, false].map((own) => parts.filter(({ place }) => (place === "settings") === own));
+  const groups = [...settings.map((part) => [part]), rates].filter((own) => own.length);
+  groups.reduce((before, own) => before.then(() => learn(own)), Promise.resolve());
   return el(
     "div",
     { class: "two" },
