@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from math import inf
@@ -124,13 +125,10 @@ def parse_slo(text: str) -> Slo:
         PlanError: A name is unknown, or a time invalid.
     """
     found: dict[str, float] = {}
-    hint = "with a unit, as in ttft=500ms,tpot=30ms,e2e=20s"
+    hint = "ttft, tpot or e2e above 0 with a unit, as in ttft=500ms,tpot=30ms,e2e=20s"
     for name, value in pairs_of(text, "SLO", hint).items():
-        unit = "ms" if value.endswith("ms") else value[-1:]
-        try:
-            found[name] = float(value.removesuffix(unit)) * {"ms": 1e-3, "s": 1.0}.get(unit, 0.0)
-        except ValueError:
-            found[name] = 0.0
+        said = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)(ms|s)", value)
+        found[name] = float(said[1]) * {"ms": 1e-3, "s": 1.0}[said[2]] if said else 0.0
         if name not in Slo._fields or not 0.0 < found[name] < inf:
             raise PlanError(f"'{name}={value}' is not an SLO", hint=hint)
     return Slo(**found)

@@ -309,10 +309,11 @@ def test_an_slo_counts_requests(predictor: ServingPredictor) -> None:
 
 def test_slos_are_read() -> None:
     assert parse_slo("ttft=500ms,tpot=0.03s,e2e=20s") == Slo(0.5, 0.03, 20.0)
-    assert parse_slo("") == Slo()
-    for text in ("ttft=-1ms", "speed=3s", "ttft=soon", "ttft=1", "e2e=20000"):
-        with pytest.raises(PlanError, match="is not an SLO"):
+    assert parse_slo("") == Slo() and parse_slo("ttft=.5s,tpot=1e1ms") == Slo(0.5, 0.01)
+    for text in ("ttft=-1ms", "ttft=0ms", "speed=3s", "ttft=soon", "ttft=1", "e2e=20000"):
+        with pytest.raises(PlanError, match="is not an SLO") as refused:
             parse_slo(text)
+        assert "ttft, tpot or e2e above 0" in refused.value.hint
     with pytest.raises(PlanError, match="SLO: 'ttft' is not of the form key=value"):
         parse_slo("ttft")
 
