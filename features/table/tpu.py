@@ -20,7 +20,7 @@ from ..devices.device import DeviceSpec, MemoryLevel
 from ..ir.program import DTYPE_BITS, ON_CHIP, Computation, Op, TensorType
 from ..kernels.kernel import Kernel
 from .columns import INDEX, TPU_COLUMNS
-from .roofline import compute_seconds, main_bytes
+from .roofline import compute_seconds, main_bytes, peaks
 from .row import rows as kernel_rows
 from .table import FeatureTable, feature_table, log_ratio, real_share
 
@@ -185,6 +185,27 @@ def sort_seconds(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
     compute = stages * keys * work / device.vector_peak("f32")
     seconds = np.maximum(passes * main_bytes(rows, device) / device.bandwidth, compute)
     return np.asarray(np.where(length > 1.0, seconds, 0.0))
+
+
+def grouped_seconds(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Return the least seconds of convolutions in small groups, shape ``(n,)``; 0 for others.
+
+    The compiler multiplies blocks of as many channels as a register has lanes, most of them by
+    zeros, and a block fills its part of a systolic array: a depthwise convolution takes 128 times
+    its FLOPs on arrays of 128 × 128 (docs/tpu.md).
+
+    Args:
+        rows: Platform-independent rows, shape ``(n, columns)``.
+        device: A TPU.
+    """
+    matrix, _ = peaks(rows, device)
+    channels = np.maximum(rows[:, INDEX["conv_channels"]], 1.0)
+    own = channels / np.maximum(rows[:, INDEX["conv_groups"]], 1.0)
+    padded = np.ceil(channels / LANES) * LANES / channels
+    arrays = max(device.array_rows, LANES) * max(device.array_columns, LANES) / LANES**2
+    small = (rows[:, INDEX["conv_grouped"]] > 0.0) & (own < LANES)
+    flops = rows[:, INDEX["grouped_flops"]] * padded * arrays * LANES / own
+    return np.where(small, flops / matrix, 0.0)
 
 
 def _near_rate(device: DeviceSpec) -> float:

@@ -18,9 +18,16 @@ from ...features.devices.catalogue import in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.extract import kernels_from_irs
 from ...features.kernels.kernel import Kernel
+from ...features.table.columns import INDEX
 from ...features.table.roofline import least_seconds, roofline
 from ...features.table.row import rows as kernel_rows
-from ...features.table.tpu import near_share, sort_seconds, tpu_parts, tpu_rows
+from ...features.table.tpu import (
+    grouped_seconds,
+    near_share,
+    sort_seconds,
+    tpu_parts,
+    tpu_rows,
+)
 from ..core.base import KernelPrediction
 from ..core.kernel_table import SMALLEST
 from ..program.schedule_cost import UNMEASURED, Overhead
@@ -40,6 +47,9 @@ MEASURED: Mapping[str, float] = _FILE["measured_over_estimated"]
 UNSEEN = 4.0
 #: The same for products (programs of ``tests/bench/fused_error.py``, v5e).
 UNSEEN_PRODUCT = 1.5
+#: Least upper bound of convolutions in groups of several channels, relative to their blocks: with
+#: the copies around them, groups of 4 and 32 take up to 12 times as long (v5e, v5p and v6e).
+REARRANGED = 12.0
 #: Log half-width of intervals around the compiler's estimates of products; their error on other
 #: programs and generations is unknown. Engineering estimate.
 SILICON = 0.25
@@ -142,16 +152,22 @@ def _within_roofline(
         return prediction
     # A layout change also moves padding, and a reshape is not an alias of its operand here. What
     # lies on the chip passes through registers, for which the roofline has no time.
-    own = tpu_rows(kernels)
-    parts = tpu_parts(kernel_rows(kernels), own, device)
+    rows, own = kernel_rows(kernels), tpu_rows(kernels)
+    parts = tpu_parts(rows, own, device)
     moves = np.array([k.opcode in ("copy", "reshape") for k in kernels], bool)
     products = np.array([k.kind == "gemm" for k in kernels], bool)
     passed = np.maximum(moves * parts["main"], ~products * near_share(own) * parts["registers"])
     base = np.maximum(
         np.maximum(roofline(kernels, device).latency_s, passed) + device.floor, SMALLEST
     )
-    most = base * np.where(products, UNSEEN_PRODUCT, UNSEEN)
+    # Nor are convolutions in groups faster than the dense blocks that the compiler makes of them.
+    dense = grouped_seconds(rows, device)
+    most = np.maximum(base * np.where(products, UNSEEN_PRODUCT, UNSEEN), dense + device.floor)
     learned = np.array([str(source).startswith("learned") for source in prediction.source], bool)
+    raised = np.where(learned, np.maximum(prediction.latency, dense), prediction.latency)
+    wide = np.where(rows[:, INDEX["conv_depthwise"]] > 0.0, 0.0, REARRANGED * learned * dense)
+    upper = np.maximum(prediction.hi * raised / prediction.latency, wide)
+    prediction = replace(prediction, latency=raised, hi=upper)
     high = learned & (prediction.latency > most)
     latency = np.where(high, most, prediction.latency)
     low = np.minimum(prediction.lo, np.maximum(_low(latency, kernels, device), device.floor))

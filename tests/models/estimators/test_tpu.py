@@ -27,7 +27,7 @@ from opcast.features.lowering.lower import lower
 from opcast.features.table.roofline import least_seconds, roofline
 from opcast.features.table.row import rows as kernel_rows
 from opcast.features.table.table import feature_names, schema_hash
-from opcast.features.table.tpu import sort_seconds
+from opcast.features.table.tpu import grouped_seconds, sort_seconds
 from opcast.models.core.base import KernelPrediction
 from opcast.models.core.kernel_table import concatenate, kernel_table
 from opcast.models.estimators.tpu import MEASURED, TpuEstimator, by_compiler, is_estimated
@@ -316,6 +316,33 @@ ENTRY main {
 def sort_of(shape: str, dimension: int) -> list[Kernel]:
     text = SORT.replace("SHAPE", shape).replace("DIMENSION", str(dimension))
     return extract_kernels(parse_hlo(text))[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "compiler_us"), [("tpu-v5e", 106.5), ("tpu-v5p", 44.8), ("tpu-v6e", 88.1)]
+)
+def test_a_depthwise_convolution_takes_blocks_of_lanes(device: str, compiler_us: float) -> None:
+    """192 channels are two blocks of 128 × 128, of which v6e's arrays of 256 × 256 hold one.
+
+    Beside libtpu's estimates of the kernel.
+    """
+    text = """HloModule m, is_scheduled=true
+ENTRY main {
+  x = bf16[8,28,28,192]{3,2,1,0} parameter(0)
+  w = bf16[7,7,1,192]{3,2,1,0} parameter(1)
+  ROOT y = bf16[8,28,28,192]{3,2,1,0} convolution(x, w), window={size=7x7 pad=3_3x3_3},
+    dim_labels=b01f_01io->b01f, feature_group_count=192
+}"""
+    spec = find_device(device)
+    own = extract_kernels(parse_hlo(text))[0]
+    flops = 2 * 8 * 28**2 * 49 * 2 * 128 * 128
+    seconds = flops / spec.matrix_peak("bf16") * (4 if device == "tpu-v6e" else 1)
+    assert grouped_seconds(kernel_rows(own), spec) == pytest.approx([seconds])
+    assert seconds * 1e6 == pytest.approx(compiler_us, rel=0.05)
+    fast = KernelPrediction.around(np.array([seconds / 5]), (-0.1, 0.1), "learned")
+    found = by_compiler(fast, own, spec, unasked)
+    assert found.latency == pytest.approx([seconds])
+    assert found.lo[0] <= seconds / 5 and found.hi == pytest.approx(seconds * exp(0.1))
 
 
 def test_a_sort_takes_the_passes_of_its_network(model: TpuEstimator) -> None:
