@@ -40,11 +40,7 @@ from ..published.composition import RUN_ERROR
 from .aten_costs import cost_class, measured_costs, seconds_by_class
 from .aten_fusion import fused
 from .aten_prices import ALONE, AtenPrices, bound_of, least_times, raised
-from .aten_work import (
-    AtenKernel,
-    check_priced,
-    works,
-)
+from .aten_work import AtenKernel, check_priced, works
 from .cpu_prices import CpuPrices
 from .torch_choices import check_attention
 from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, compiled_storages, torch_memory
@@ -60,11 +56,9 @@ from .torch_notes import (
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
 
-#: Host seconds per launch, and factors by which they vary between machines, libraries and Python
-#: releases.
+#: Host seconds per launch, and factors by which they vary between machines and software releases.
 _HOST = fitted("python")
-#: Bytes per second of PCI Express 4.0 x16, as rounded in data sheets; hosts with later processors
-#: have faster links.
+#: Bytes/s of PCI Express 4.0 x16, as rounded in data sheets; later processors have faster links.
 _PCIE_4 = 32e9
 #: Maximum ratio of recurrent layers written out step by step to cuDNN's, which has about two
 #: kernels for the twenty of a step and does not return to Python in between; lowers the lower

@@ -45,7 +45,6 @@ _LEAST_S = 30.0
 #: more devices; ``--micro-batches`` takes any number.
 _MOST_MICRO = 16
 _PLANS = "plan.json"
-
 #: Name of the row of a program with its own shardings.
 AS_GIVEN = "as given"
 #: Name of the row of the program on a single device.
