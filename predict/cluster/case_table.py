@@ -183,17 +183,22 @@ class Cells:
         value = self._value(name)
         return "" if value is None else str(value)
 
-    def number(self, name: str, default: float = float("nan")) -> float:
-        """Return a cell as a number.
+    def number(
+        self, name: str, default: float = float("nan"), least: float = float("-inf")
+    ) -> float:
+        """Return a cell as a number of at least ``least``; a default may be less.
 
         Raises:
-            DatasetError: The cell is not a number.
+            DatasetError: The cell is not a number, or is below ``least``.
         """
         value = self._value(name)
         try:
-            return default if value is None else float(str(value))
+            found = default if value is None else float(str(value))
         except ValueError:
             raise DatasetError(f"{name}={value!r} is not a number", where=self.text("id")) from None
+        if value is not None and found < least:
+            raise DatasetError(f"{name}={found:g} is below {least:g}", where=self.text("id"))
+        return found
 
     def count(self, name: str, default: int, least: int = 0) -> int:
         """Return a cell as an integer of at least ``least``; a default may be less.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, gcd
+from math import ceil, gcd, isnan
 from pathlib import Path
 from typing import Any, cast
 
@@ -349,9 +349,11 @@ def _pool(plan: EnginePlan, cell: Cells, model: ServedModel, prefix: str) -> Wor
 
 def _means(cell: Cells) -> tuple[float, float]:
     """Return the mean tokens of a prompt and of an output."""
-    prompt = cell.number("isl_mean", cell.number("isl"))
-    output = cell.number("osl_mean", cell.number("osl"))
-    if not prompt >= 1 or not output >= 1:
+    prompt, output = (
+        cell.number(f"{name}_mean" if cell.text(f"{name}_mean") else name, least=1.0)
+        for name in ("isl", "osl")
+    )
+    if isnan(prompt + output):
         raise PlanError("the lengths of prompts and outputs are not given", hint="isl and osl")
     return prompt, output
 

@@ -127,6 +127,14 @@ def test_lengths_of_a_load() -> None:
     assert len(load.prompts) == 160
 
 
+def test_lengths_below_a_token_are_refused_as_such() -> None:
+    for cells, said in (({"isl": -4}, "isl=-4"), ({"osl_mean": 0}, "osl_mean=0")):
+        with pytest.raises(DatasetError, match=f"a: {said} is below 1"):
+            serving_row({**DENSE, **cells})
+    with pytest.raises(PlanError, match="are not given"):
+        serving_row({**DENSE, "osl": None})
+
+
 def test_lengths_of_conversations_vary() -> None:
     named = {"length_dist": "ShareGPT", "isl_mean": 302, "osl_mean": 188, "n_requests": 1000}
     load = draw(serving_row({**DENSE, **named, "concurrency": 100}).spec)
