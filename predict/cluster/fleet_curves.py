@@ -18,8 +18,7 @@ from .fleet_file import ModelLoad, Startup
 from .serving import ServingPredictor
 from .serving_case import LoadSpec
 from .serving_engine import engine_memory
-from .serving_load import tail_note
-from .serving_run import Simulated
+from .serving_run import Simulated, tail_note
 
 #: Utilizations at which a replica is simulated; requests of each run, and those that are evaluated
 #: once the engines have filled: with 600 requests and all of them evaluated, an 8B model on an H100
@@ -79,7 +78,7 @@ def replica_of(
     middle = found[len(SHARES) // 2]
     judged = predictor.judge(middle, asked.slo)
     # The note on the tail of a short run does not apply to a week.
-    ended = tail_note(middle.spec, middle.load, middle.run, saturated=judged.overload > 0.5)
+    ended = tail_note(middle, judged.overload)
     cold: tuple[Curve, ...] = ()
     warm_s = 0.0
     if own.options.prefix_hits:

@@ -41,13 +41,19 @@ from .serving_engine import (
     request_floors,
     wide_notes,
 )
-from .serving_load import context_note, draw, load_of, tail_note
+from .serving_load import context_note, draw, load_of
 from .serving_prediction import ServingPrediction
-from .serving_run import Simulated, binding_limit, drifted, run_load, waits, why_waiting
+from .serving_run import (
+    STABLE,
+    Simulated,
+    binding_limit,
+    drifted,
+    run_load,
+    tail_note,
+    waits,
+    why_waiting,
+)
 
-#: Utilization (offered rate over maximum throughput) up to which an engine is considered stable:
-#: its queues do not grow with the length of the run. Engineering choice.
-STABLE = 0.9
 #: Fraction of the mean time to the first token below which requests that drift apart count as
 #: waiting less. Engineering choice.
 DRIFTED = 0.95
@@ -210,7 +216,7 @@ class ServingPredictor:
                 *engine_notes(deployment.options, memory),
                 *_notes(found, tier, full, self.model.effects),
                 *_drift_note(drift),
-                *tail_note(spec, load, run, saturated=overload > 0.5),
+                *tail_note(found, overload),
                 *context_note(deployment.context, load),
                 *release_note(deployment.framework, deployment.version),
                 *self.model.source_note(deployment.source, deployment.spec.name),

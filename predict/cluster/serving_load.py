@@ -17,7 +17,7 @@ from ...common.errors import DatasetError, PlanError
 from ...common.files import parse_json
 from ...common.types import JsonObject
 from ...simulate.serving.latencies import Slo
-from ...simulate.serving.load import Load, Run
+from ...simulate.serving.load import Load
 from ...simulate.serving.policies import ROUTERS, framework_defaults
 from ...simulate.step.settings import pairs_of
 from .deployment import Deployment
@@ -365,24 +365,6 @@ def load_of(deployment: Deployment, load: Load) -> Load:
             hint="omit the hit rate",
         )
     return replace(load, hits=(load.prompts * options.prefix_hits).astype(int))
-
-
-def tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tuple[str, ...]:
-    """Return a note on why the throughput over a whole run is below the offered rate."""
-    if not is_open(spec, load):
-        return ()
-    count, last = len(load.prompts), float(load.arrivals.max())
-    offered, seen = spec.rate or load.rate, count / run.makespan
-    if seen > (1.0 - RATE_TIE) * offered:
-        return ()
-    # The mean rate of a few random gaps differs from the requested rate.
-    drawn = f" ({load.rate:.3g} as drawn)" if f"{load.rate:.3g}" != f"{offered:.3g}" else ""
-    kept = "more than the engines can sustain" if saturated else "which the engines sustain"
-    return (
-        f"the offered rate is {offered:.3g} requests/s{drawn}, {kept}; {seen:.3g} requests/s is "
-        f"the mean over the whole run, including the last {run.makespan - last:.3g} of "
-        f"{run.makespan:.3g} s after the last request was sent",
-    )
 
 
 def context_note(context: int, load: Load) -> tuple[str, ...]:

@@ -21,8 +21,11 @@ from ...simulate.serving.policies import framework_defaults
 from .deployment import Deployment
 from .serving_case import LoadSpec
 from .serving_engine import cache_transfer
-from .serving_load import is_open
+from .serving_load import RATE_TIE, is_open
 
+#: Utilization (offered rate over maximum throughput) up to which an engine is considered stable:
+#: its queues do not grow with the length of the run. Engineering choice.
+STABLE = 0.9
 #: Coefficient of variation of output lengths up to which the requests of a closed loop stay in
 #: lock-step: at 3 %, 16 and 64 requests of Llama 3.1 70B wait 1.1 and 1.2 times as long as at 12 %,
 #: at 0 % four times as long.
@@ -195,6 +198,36 @@ def why_waiting(found: Simulated) -> str:
         return f"{said} {rule}"
     limit = binding_limit(found)
     return f"the engines are saturated: {said}{f' for room in {limit}' if limit else ''}"
+
+
+def tail_note(found: Simulated, overload: float) -> tuple[str, ...]:
+    """Return a note on why the throughput over a whole run is below the offered rate.
+
+    Args:
+        found: The run.
+        overload: Probability that its load exceeds the engines' maximum throughput.
+    """
+    load, makespan = found.load, found.run.makespan
+    if not is_open(found.spec, load):
+        return ()
+    offered, seen = found.spec.rate or load.rate, len(load.prompts) / makespan
+    if seen > (1.0 - RATE_TIE) * offered:
+        return ()
+    # The mean rate of a few random gaps differs from the requested rate.
+    drawn = f" ({load.rate:.3g} as drawn)" if f"{load.rate:.3g}" != f"{offered:.3g}" else ""
+    kept = "which the engines sustain"
+    if overload > 0.5:
+        most = STABLE * min(found.room, found.link_room) * offered
+        kept = (
+            f"of which the engines keep up with about {most:.3g}: the queue and times to first "
+            "token grow as long as the load lasts"
+        )
+    tail = makespan - float(load.arrivals.max())
+    return (
+        f"the offered rate is {offered:.3g} requests/s{drawn}, {kept}; {seen:.3g} requests/s is "
+        f"the mean over the whole run, including the last {tail:.3g} of {makespan:.3g} s after the "
+        "last request was sent",
+    )
 
 
 def _batching_rule(found: Simulated) -> str:

@@ -237,7 +237,7 @@ def test_a_trace_that_says_what_prompts_share_saturates_no_more_than_one_that_do
         assert found.overload < 0.01 and found.queued < 0.05
         # Ends of what is served are those of the time until the last request is answered.
         assert found.requests_per_s.lo > 0.97 * found.requests_per_s.value
-        assert not any("saturated" in note or "more than" in note for note in found.notes)
+        assert not any("saturated" in note or "keep up" in note for note in found.notes)
 
 
 def test_upper_ends_of_a_load_do_not_grow_with_its_requests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -96,6 +97,12 @@ def test_an_overload_names_its_limit(predictor: ServingPredictor) -> None:
     found = predictor.predict(own, LoadSpec(output="64", rate=100.0, count=100))
     (note,) = [note for note in found.notes if "saturated" in note]
     assert note.endswith("requests wait for room in a batch of 4 sequences (--max-batch)")
+    share = re.search(r"the load is (\d+)% of their maximum throughput", note)
+    (kept,) = [
+        said for note in found.notes for said in re.findall("keep up with about (.*): ", note)
+    ]
+    # Engines keep up with 0.9 of their maximum throughput.
+    assert share and float(kept) == pytest.approx(0.9 * 100.0 / (int(share[1]) / 100.0), rel=0.01)
 
 
 def test_waits_for_a_check_are_not_called_saturation(predictor: ServingPredictor) -> None:
