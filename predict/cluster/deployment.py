@@ -259,7 +259,10 @@ def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[Eng
     ranks = tp * dp
     ep = found.get("ep", ranks // found["moe_tp"] if "moe_tp" in found else ranks if dp > 1 else 1)
     moe_tp = found.get("moe_tp", max(1, ranks // ep))
-    return EnginePlan(tp, pp, dp, ep, moe_tp, found.get("redundant")), replicas
+    plan = EnginePlan(tp, pp, dp, ep, moe_tp, found.get("redundant"))
+    # Every rank holds as many experts, so that more copies than asked for may fill them.
+    held = plan.copies(model.workload.experts) if plan.redundant else plan.redundant
+    return replace(plan, redundant=held), replicas
 
 
 def engines_of(model: ServedModel, fleet: FleetCase) -> tuple[str, Workers, Workers | None]:

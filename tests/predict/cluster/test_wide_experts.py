@@ -139,6 +139,13 @@ def test_what_is_assumed_is_said_and_launched() -> None:
     assert "eplb" not in plain and "overlap" not in plain
 
 
+def test_a_plan_names_the_copies_that_fill_its_ranks() -> None:
+    # 256 experts and 5 copies are 16.3 of each of 16 ranks: 17 are 272, with 16 copies.
+    for asked, held in (("5", "16"), ("16", "16"), ("0", "0")):
+        plan = deployment_of(wide(f"dp=16,redundant={asked}")).engine.plan
+        assert plan.text() == f"dp=16,ep=16,redundant={held}"
+
+
 def test_copies_take_memory() -> None:
     model = deployment_of(wide()).model
     held = [
