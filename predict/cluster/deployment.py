@@ -16,6 +16,7 @@ from ...simulate.serving.policies import framework_defaults, frameworks, known_f
 from ...simulate.serving.served import NARROW, EnginePlan, Formats, ServedModel
 from ...simulate.serving.token_exchange import EXPERT_SKEW
 from ...simulate.step.settings import pairs_of
+from ..locate import trained_devices
 from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 
 
@@ -88,7 +89,8 @@ class Deployment:
             raise PlanError(
                 "a model with bidirectional attention generates nothing",
                 where="workload",
-                hint="use a causal model, such as llama",
+                hint="serve a causal model, for embeddings with an output of 1; for an encoder, "
+                "use opcast predict with its program",
             )
         options = self.options
         hits, drafts = options.prefix_hits, options.drafts
@@ -213,22 +215,16 @@ def on_cluster(
     return device_of(found.device), Workers(plan, count)
 
 
-def links_of(cluster: str) -> Cluster | None:
-    """Return the links in a cluster's file; ``None`` for a cluster of the catalogue.
-
-    Args:
-        cluster: Name or file; empty for none.
-    """
-    return load_cluster(cluster) if cluster.lower().endswith((".yaml", ".yml")) else None
-
-
 def device_of(given: str) -> str:
     """Return a device's canonical name, or the path of a valid device file unchanged.
 
     Raises:
+        PlanError: The device is a CPU.
         DeviceError: The catalogue has no such device, or the file is missing or wrong.
     """
-    spec = read_device(given)
+    spec = trained_devices().get(given) or read_device(given)
+    if spec.platform == "cpu":
+        raise PlanError(f"serving is simulated for GPUs and TPUs, not for {spec.name}")
     return spec.name if in_catalogue(given) else given
 
 
@@ -368,6 +364,7 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
             where="overlap",
             hint="use a plan such as dp=16, or omit both",
         )
+    by_file = fleet.cluster.lower().endswith((".yaml", ".yml"))
     found = Deployment(
         model=model,
         device=device,
@@ -378,7 +375,7 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
         draft=draft_model(options.draft, model, files) if options.drafts else None,
         version=version,
         source=case.model.source,
-        cluster=links_of(fleet.cluster),
+        cluster=load_cluster(fleet.cluster) if by_file else None,
         context=find_checkpoint(name).context,
     )
     check_blocks(found)

@@ -178,7 +178,7 @@ def parse_lengths(text: str) -> Callable[[np.random.Generator, int], np.ndarray]
         f"{text!r} is not a length distribution",
         hint="give a number of tokens, or "
         + ", ".join(LENGTHS.values())
-        + "; give an output of 1 for embeddings and scores, which generate nothing",
+        + "; give an output of 1 for embeddings and scores of a decoder",
     )
 
 

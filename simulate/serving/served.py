@@ -77,7 +77,11 @@ class ServedModel:
         """
         for name in (self.weights, self.expert_weights, self.attention_weights or self.weights):
             if name not in WEIGHTS:
-                raise PlanError(f"weights in {name!r} are not known", hint=", ".join(WEIGHTS))
+                raise PlanError(
+                    f"weights in {name!r} are not known",
+                    hint=f"{', '.join(WEIGHTS)}; --weights int4 takes other weights of 4 bits for "
+                    "those, --weights int8 --activations bf16 those of 8",
+                )
         if self.cache not in CACHES:
             raise PlanError(f"a cache in {self.cache!r} is not known", hint=", ".join(CACHES))
         if not 0 <= self.linear_layers < self.workload.layers:

@@ -22,6 +22,8 @@ _RULES = "simulate/step/configs.yaml"
 _MOST_SEQ = 8192
 #: Names of recurrent layers in ``layer_types``.
 _KINDS = ("linear_attention", "mamba")
+#: Methods of quantisation of which no serving run was measured.
+_UNMEASURED = ("bitsandbytes", "hqq")
 #: Letters of Nemotron-H's layer patterns: Mamba-2, attention, feed-forward, experts.
 _MAMBA, _ATTENTION, _FED, _EXPERTS = "M*-E"
 _LETTERS = {"mamba": _MAMBA, "attention": _ATTENTION, "mlp": _FED, "moe": _EXPERTS}
@@ -125,7 +127,9 @@ def _published_format(data: object) -> str:
     weights = first.get("weights") if isinstance(first, dict) else None
     kind = weights if isinstance(weights, dict) else {}
     named = str(data.get("quant_algo") or data.get("quant_method") or "").lower()
-    bits = int(data.get("bits") or kind.get("num_bits") or 0)
+    bits = _bits({**kind, **data})
+    if named in _UNMEASURED:
+        return f"{named} of {bits} bits" if bits else named
     if named in ("awq", "gptq", "compressed-tensors", "modelopt", "auto-round"):
         floating = "float" in str(kind.get("type", ""))
         # Only weights are quantised where compressed-tensors gives no format of activations, and by
@@ -140,6 +144,15 @@ def _published_format(data: object) -> str:
     named = {"fbgemm_fp8": "fp8", "modelopt_fp4": "nvfp4", "w4a16_awq": "int4"}.get(named, named)
     named = named or str(data.get("quant_method", "quantised"))
     return "fp8_block" if named == "fp8" and data.get("weight_block_size") else named
+
+
+def _bits(data: JsonMapping) -> int:
+    """Bits of a weight, under the key of its method of quantisation; 0 if none is given."""
+    own = data.get("quant_config")
+    hqq = own.get("weight_quant_params") if isinstance(own, dict) else None
+    loaded = next((n for n in (4, 8) if data.get(f"load_in_{n}bit")), 0)
+    told = data.get("bits") or data.get("num_bits") or loaded
+    return int(told or (hqq.get("nbits", 0) if isinstance(hqq, dict) else 0))
 
 
 def _read(reader: str, data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:

@@ -312,6 +312,8 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
         (["--rate", "inf"], "give a finite rate above 0, or --offline"),
         (["--concurrency", "4", "--rate", "2"], "--rate does not apply"),
         (["--device", "h100-sxm"], "either --cluster or --device"),
+        (["--cluster", "", "--device", "cpu-amd-epyc-2c"], "for GPUs and TPUs, not for cpu-amd-"),
+        (["--cluster", "", "--device", "cpu-i7-12700h"], "for GPUs and TPUs, not for cpu-i7-"),
         (["--preemption", "drop"], "recompute or swap"),
         (["--accepted", "2"], "--accepted does not apply"),
         (["--weights", "ternary"], "ternary"),

@@ -522,8 +522,14 @@ def test_quantised_configs(tmp_path: Path) -> None:
     assert format_in("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4") == "int4"
     assert served(quant_method="modelopt", quant_algo="NVFP4") == "nvfp4"
     assert served(quant_method="fp8", weight_block_size=[128, 128]) == "fp8_block"
-    with pytest.raises(PlanError, match="bitsandbytes"):
-        served(quant_method="bitsandbytes")
+    hqq = {"weight_quant_params": {"nbits": 8, "group_size": 64}}
+    for how, said in (
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes of 4 bits"),
+        ({"quant_method": "hqq", "quant_config": hqq}, "hqq of 8 bits"),
+        ({"quant_method": "hqq"}, "hqq"),
+    ):
+        with pytest.raises(PlanError, match=f"'{said}' are not known .*; --weights int4 takes"):
+            served(**how)
     with pytest.raises(PlanError, match="configuration cannot be read"):
         served(quant_method="awq", bits="four")
 
