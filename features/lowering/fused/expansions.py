@@ -17,7 +17,7 @@ from ...cost.flops import SCAN, TPU_SCAN, scan_dimension
 from ...ir.program import PARTS, Computation, Op, Program, TensorType, WindowDim
 from .expanders import INDEX, cropped, one_per_row, philox, scattered
 from .folding import padded, reshape, splat_node, spread
-from .graph import Graph, Node, element, rewrite
+from .graph import Graph, Node, element, rewrite_all
 from .reductions import adder, combiner
 
 #: Largest number and smallest length of rows of TopkSpecializer's kernel, and the types that it
@@ -45,8 +45,6 @@ def expand_ops(
     on_tpu = platform == "tpu"
 
     def rule(node: Node) -> Node | None:
-        for inner in node.graphs:
-            expand_ops(inner, program, platform, only)
         opcode = node.opcode
         if opcode == "get-tuple-element" and node.operands[0].opcode == "tuple":
             return node.operands[0].operands[int(node.attrs["index"])]
@@ -83,7 +81,7 @@ def expand_ops(
             return _stable(node)
         return None
 
-    rewrite(graph, rule)
+    rewrite_all(graph, rule)
     # Nothing else runs calls that were spelled out.
     graph.effects = [n for n in graph.effects if n.attrs.get("target") != "ApproxTopK"]
 

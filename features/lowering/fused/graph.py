@@ -140,6 +140,17 @@ def rewrite(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
     graph.outputs = [replaced.get(node, node) for node in graph.outputs]
 
 
+def rewrite_all(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
+    """As :func:`rewrite`, in loops and branches too, before what they are in."""
+
+    def inside(node: Node) -> Node | None:
+        for inner in node.graphs:
+            rewrite_all(inner, rule)
+        return rule(node)
+
+    rewrite(graph, inside)
+
+
 def build_graph(program: Program) -> Graph:
     """Turn the entry of a program, HLO that is not optimised, into a graph, with calls inlined.
 

@@ -24,7 +24,7 @@ from .epilogues import fuse_epilogues
 from .expansions import expand_ops
 from .folding import converted
 from .generated import WIDENED, fuse_generated
-from .graph import Graph, Node, build_graph, rewrite
+from .graph import Graph, Node, build_graph, rewrite_all
 from .layouts import assign_layouts
 from .loops import (
     copy_loop_state,
@@ -246,8 +246,6 @@ def widen(graph: Graph, machine: Machine, program: Program) -> None:
     alone = _HOST_KEPT if machine.host else kept
 
     def rule(node: Node) -> Node | None:
-        for inner in node.graphs:
-            widen(inner, machine, program)
         if node.is_tuple or not any(t.dtype == _NARROW for t in _types(node)):
             return None
         # A CPU's scatter has the whole array in f32.
@@ -261,7 +259,7 @@ def widen(graph: Graph, machine: Machine, program: Program) -> None:
         own = node.opcode in ELEMENTWISE and node.opcode not in alone
         return _wide(node, ()) if own else None
 
-    rewrite(graph, rule)
+    rewrite_all(graph, rule)
 
 
 def _types(node: Node) -> list[TensorType]:

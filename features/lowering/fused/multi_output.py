@@ -96,11 +96,13 @@ class MultiOutputFusion:
             # A third kernel that needs one and feeds the other would have to run between them.
             if self._between(producer, consumer):
                 continue
-            own = self._frame(consumer)
-            summed = own is not None and own.kind == "reduce"
-            if summed if product else self._pays(producer, consumer):
+            if self._sums(consumer) if product else self._pays(producer, consumer):
                 self.needs.merge(producer, consumer)
                 return
+
+    def _sums(self, cluster: Cluster) -> bool:
+        frame = self._frame(cluster)
+        return frame is not None and frame.kind == "reduce"
 
     def _frame(self, cluster: Cluster) -> Frame | None:
         if cluster not in self._frames:

@@ -27,14 +27,16 @@ def default_order(t: TensorType) -> Order:
     """
     if len(t.shape) < 2:
         return tuple(range(len(t.shape)))
-    return min(_orders(t), key=lambda order: (padded_size(t, order), -order[0], -order[1]))
+    return _orders(t)[0]
 
 
-def _orders(t: TensorType) -> Iterable[Order]:
-    """Orders of all pairs of minor dimensions, the other dimensions row-major."""
+def _orders(t: TensorType) -> list[Order]:
+    """Orders of all pairs of minor dimensions, the others row-major; those that pad least first."""
     dims = range(len(t.shape))
-    for a, b in permutations(dims, 2):
-        yield (a, b, *(d for d in reversed(dims) if d not in (a, b)))
+    found = [
+        (a, b, *(d for d in reversed(dims) if d not in (a, b))) for a, b in permutations(dims, 2)
+    ]
+    return sorted(found, key=lambda order: (padded_size(t, order), -order[0], -order[1]))
 
 
 def padded_size(t: TensorType, order: Order) -> int:
@@ -92,12 +94,13 @@ def turned_before(t: TensorType, order: Order, result: TensorType) -> tuple[Orde
     """
     if len(t.shape) < 2 or len(result.shape) < 2:
         return None
-    best = default_order(result)
+    orders = _orders(result)
+    best = orders[0]
     minor, own = result.shape[best[0]], t.shape[order[0]]
     if minor != own and minor % LANES == 0 and own % LANES == 0 and best[0] == len(best) - 1:
         return None
     limit = padded_size(result, best)
-    for made in sorted(_orders(result), key=lambda o: (padded_size(result, o), -o[0], -o[1])):
+    for made in orders:
         if padded_size(result, made) > limit:
             return None
         before = reshaped(result.shape, made, t.shape)

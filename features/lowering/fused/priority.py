@@ -126,9 +126,10 @@ class PriorityFusion:
                 touched.update(dict.fromkeys(self.clusters.producers(consumer)))
             for other in touched:
                 self._push(other)
-        for cluster in self.clusters.all() if not self.clusters.fused_products else ():
-            if cluster.rows and id(cluster.root) in self.clusters.by_root:
-                self._close(cluster)
+        if not self.clusters.fused_products:
+            for cluster in self.clusters.all():
+                if cluster.rows and id(cluster.root) in self.clusters.by_root:
+                    self._close(cluster)
 
     def _close(self, rows: Cluster) -> None:
         """Join a kernel of rows with all that works on these rows, if that has one result.
@@ -331,10 +332,9 @@ class PriorityFusion:
             return False
         # The array that an update writes to has to exist in memory before.
         filled = self.clusters.fused_products and splat(root) is not None
-        for node in consumer.roots if not filled else ():
-            for i in written(node):
-                if source_of(node.operands[i]) is root:
-                    return False
+        into = [source_of(node.operands[i]) for node in consumer.roots for i in written(node)]
+        if not filled and any(array is root for array in into):
+            return False
         apart = _MANY_READS if _EXPENSIVE.isdisjoint(producer.opcodes) else _READ_AGAIN
         if not apart.isdisjoint(consumer.opcodes):
             for node in consumer.members.values():

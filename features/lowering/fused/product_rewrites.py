@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ...ir.program import Program, TensorType
 from .folding import converted, inverse, is_elementwise, reshape, spread, transposed
-from .graph import Graph, Node, rewrite
+from .graph import Graph, Node, rewrite, rewrite_all
 from .reductions import accumulated, product_sizes, summed
 
 #: Products of a matrix with a vector whose operands have fewer elements in a batch than this become
@@ -57,15 +57,13 @@ def sum_vector_products(graph: Graph, program: Program, batches: int = 0) -> Non
     """
 
     def rule(node: Node) -> Node | None:
-        for inner in node.graphs:
-            sum_vector_products(inner, program, batches)
         if node.opcode != "dot" or node.operands[0].type.dtype != node.type.dtype:
             return None
         if len(node.attrs.get("lhs_batch_dims", ())) < batches:
             return None
         return _vector_sum(node, program, ones=bool(batches), turned=bool(batches))
 
-    rewrite(graph, rule)
+    rewrite_all(graph, rule)
 
 
 def _without_ones(dot: Node) -> Node:

@@ -18,7 +18,7 @@ from ...ir.precision import widened
 from ...ir.program import TensorType, WindowDim
 from .clusters import PRODUCTS
 from .folding import converted, reshape, transposed
-from .graph import Graph, Node, rewrite, users_of
+from .graph import Graph, Node, rewrite, rewrite_all, users_of
 
 
 class _Operand(NamedTuple):
@@ -252,13 +252,7 @@ def convolved_products(graph: Graph) -> None:
     Args:
         graph: Changed in place, its loops and branches too.
     """
-
-    def rule(node: Node) -> Node | None:
-        for inner in node.graphs:
-            convolved_products(inner)
-        return _convolved(node) if node.opcode == "dot" else None
-
-    rewrite(graph, rule)
+    rewrite_all(graph, lambda node: _convolved(node) if node.opcode == "dot" else None)
 
 
 def _convolved(dot: Node) -> Node | None:

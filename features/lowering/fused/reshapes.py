@@ -12,7 +12,7 @@ from math import prod
 
 from ...ir.program import DTYPE_BITS, TensorType
 from .folding import converted, is_elementwise, padded, reshape, simplify_view, spread
-from .graph import Graph, Node, constant, rewrite
+from .graph import Graph, Node, constant, rewrite_all
 from .orders import groups_of
 
 #: The least value of a family of types, other than floats.
@@ -25,10 +25,7 @@ def move_reshapes(graph: Graph) -> None:
     Args:
         graph: Changed in place.
     """
-    for node in graph.nodes():
-        for inner in node.graphs:
-            move_reshapes(inner)
-    rewrite(graph, _below)
+    rewrite_all(graph, _below)
 
 
 def join_by_maxima(graph: Graph) -> None:
@@ -37,10 +34,7 @@ def join_by_maxima(graph: Graph) -> None:
     Args:
         graph: Changed in place.
     """
-    for node in graph.nodes():
-        for inner in node.graphs:
-            join_by_maxima(inner)
-    rewrite(graph, _joined)
+    rewrite_all(graph, _joined)
 
 
 def _joined(node: Node) -> Node | None:
@@ -138,13 +132,12 @@ def _summed(node: Node) -> Node | None:
     attrs = {**node.attrs, "dimensions": tuple(first)}
     made = Node("reduce", [inner, start], (kind,), attrs, node.called, source=node.source)
     done = {d for _, after in whole for d in after}
+    # Dimensions of size one that are reduced too are not left.
+    done |= {d for d in gone if shape[d] == 1}
     left = [d for d in range(len(shape)) if d not in done]
-    parts = [i for i, d in enumerate(left) if d in gone and shape[d] != 1]
+    parts = [i for i, d in enumerate(left) if d in gone]
     if not parts:
         return reshape(made, node.type.shape)
-    # Those of size one that are reduced too are not left.
-    left = [d for d in left if shape[d] != 1 or d not in gone]
-    parts = [i for i, d in enumerate(left) if d in gone]
     split = reshape(made, tuple(shape[d] for d in left))
     attrs = {**node.attrs, "dimensions": tuple(parts)}
     return Node("reduce", [split, start], node.results, attrs, node.called, source=node.source)
