@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import exp, hypot
 from typing import ClassVar
 
@@ -246,11 +247,17 @@ class Measured:
 
     def predicted(self, effects: TorchEffects) -> np.ndarray:
         """Seconds by class of cost under effects, shape ``(n, costs)``."""
-        distinct = {frozenset(own.items()): own for own in self.contexts}
-        logs = {kind: effects.log_factors(own) for kind, own in distinct.items()}
-        rows = {kind: [own[cost] for cost in COSTS] for kind, own in logs.items()}
-        each = np.array([rows[frozenset(own.items())] for own in self.contexts])
+        distinct, rows = self._distinct
+        logs = [effects.log_factors(context) for context in distinct]
+        each = np.array([[own[cost] for cost in COSTS] for own in logs])[rows]
         return np.asarray(self.seconds * np.exp(np.where(self.apart, 0.0, each)))
+
+    @cached_property
+    def _distinct(self) -> tuple[list[dict[str, str]], list[int]]:
+        """Contexts that differ, and the one of each row."""
+        found = {frozenset(own.items()): own for own in self.contexts}
+        places = {kind: place for place, kind in enumerate(found)}
+        return list(found.values()), [places[frozenset(own.items())] for own in self.contexts]
 
     def fit(self, learn: np.ndarray) -> TorchEffects:
         """Fit effects to the rows ``learn`` (bool, shape ``(n,)``)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ...common.errors import PlanError
+from ...common.errors import DeviceError, PlanError
 from ...features.devices.catalogue import in_catalogue, read_device
 from ...features.devices.device import DeviceSpec
 from ...simulate.clusters.catalogue import find_cluster, joined
@@ -222,7 +222,13 @@ def device_of(given: str) -> str:
         PlanError: The device is a CPU.
         DeviceError: The catalogue has no such device, or the file is missing or wrong.
     """
-    spec = trained_devices().get(given) or read_device(given)
+    try:
+        spec = read_device(given)
+    except DeviceError:
+        # Devices of models that are not in the catalogue are CPUs.
+        if given not in (trained := trained_devices()):
+            raise
+        spec = trained[given]
     if spec.platform == "cpu":
         raise PlanError(f"serving is simulated for GPUs and TPUs, not for {spec.name}")
     return spec.name if in_catalogue(given) else given

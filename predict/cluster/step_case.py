@@ -161,14 +161,17 @@ class StepCase(PlannedStep):
             OpcastError: The plan, cluster or model does not fit.
         """
         predictor = self.predictor(self.cluster, operators, self.source, self.power_cap_w)
-        return self.by(predictor, work)
+        return self.by(predictor, work, advise=True)
 
-    def by(self, predictor: StepPredictor, work: Workload) -> StepPrediction:
+    def by(
+        self, predictor: StepPredictor, work: Workload, *, advise: bool = False
+    ) -> StepPrediction:
         """Predict the step by a predictor of the cluster, which other cases may share.
 
         Args:
             predictor: Result of :meth:`predictor`.
             work: The workload.
+            advise: Whether to try fewer micro-batches than were chosen, for a note.
 
         Raises:
             OpcastError: The plan does not fit the workload or the cluster.
@@ -186,7 +189,7 @@ class StepCase(PlannedStep):
         if own.other is not None:
             other = predictor.predict(work, own.other, speeds=self.speed, remedy=False)
             found = _either(found, other, own.why)
-        if not own.plan.microbatches and (told := self._fewer(predictor, work, found)):
+        if advise and not own.plan.microbatches and (told := self._fewer(predictor, work, found)):
             found = replace(found, described=(*found.described, told))
         if not self.run:
             return found
