@@ -164,10 +164,9 @@ def _within_roofline(
     dense = grouped_seconds(rows, device)
     most = np.maximum(base * np.where(products, UNSEEN_PRODUCT, UNSEEN), dense + device.floor)
     learned = np.array([str(source).startswith("learned") for source in prediction.source], bool)
-    raised = np.where(learned, np.maximum(prediction.latency, dense), prediction.latency)
+    prediction = _slowed(prediction, learned * dense)
     wide = np.where(rows[:, INDEX["conv_depthwise"]] > 0.0, 0.0, REARRANGED * learned * dense)
-    upper = np.maximum(prediction.hi * raised / prediction.latency, wide)
-    prediction = replace(prediction, latency=raised, hi=upper)
+    prediction = replace(prediction, hi=np.maximum(prediction.hi, wide))
     high = learned & (prediction.latency > most)
     latency = np.where(high, most, prediction.latency)
     low = np.minimum(prediction.lo, np.maximum(_low(latency, kernels, device), device.floor))
@@ -196,10 +195,13 @@ def _not_below_bf16(
     narrow = kernels_from_irs(kernels[i].ir.replace("f32[", "bf16[") for i in wide)
     least = np.zeros(len(kernels))
     least[wide] = _within_roofline(predict(narrow, device), narrow, device).latency
+    return _slowed(prediction, least)
+
+
+def _slowed(prediction: KernelPrediction, least: np.ndarray) -> KernelPrediction:
+    """Raise estimates to at least ``least`` seconds, with the same error upwards."""
     latency = np.maximum(prediction.latency, least)
-    # The relative error stays the same.
-    high = prediction.hi * latency / prediction.latency
-    return replace(prediction, latency=latency, hi=high)
+    return replace(prediction, latency=latency, hi=prediction.hi * latency / prediction.latency)
 
 
 @dataclass(frozen=True)

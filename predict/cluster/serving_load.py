@@ -203,14 +203,14 @@ def read_trace(path: Path) -> Load:
             return _benchmark(parse_json(text), path)
         if start == "{":
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-            return _from_first({"": _mooncake(rows, path)})[""]
+            return _from_first(_mooncake(rows, path))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DatasetError(
             f"the trace cannot be read: {error!r}",
             where=str(path),
             hint="timestamp, input_length and output_length, or input_lens and output_lens",
         ) from None
-    return _from_first({"": _csv(_frame(path), path)})[""]
+    return _from_first(_csv(_frame(path), path))
 
 
 def read_traces(path: Path) -> dict[str, Load]:
@@ -222,13 +222,15 @@ def read_traces(path: Path) -> dict[str, Load]:
     frame = _frame(path) if path.suffix == ".csv" else pd.DataFrame()
     if "model" not in frame:
         return {"": read_trace(path)}
-    return _from_first({str(name): _csv(own, path) for name, own in frame.groupby("model")})
-
-
-def _from_first(loads: dict[str, Load]) -> dict[str, Load]:
-    """Count arrivals from the first request, as benchmarks do; files may have times of a clock."""
+    loads = {str(name): _csv(own, path) for name, own in frame.groupby("model")}
     first = min((load.arrivals[0] for load in loads.values()), default=0.0)
-    return {name: replace(load, arrivals=load.arrivals - first) for name, load in loads.items()}
+    return {name: _from_first(load, first) for name, load in loads.items()}
+
+
+def _from_first(load: Load, first: float | None = None) -> Load:
+    """Count arrivals from the first request, as benchmarks do; files may have times of a clock."""
+    start = load.arrivals[0] if first is None else first
+    return replace(load, arrivals=load.arrivals - start)
 
 
 def _frame(path: Path) -> pd.DataFrame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -204,10 +205,8 @@ class Costs:
 
     def with_effects(self, effects: StepEffects, box: int) -> Costs:
         """Costs under other effects, which share the predictions made so far."""
-        other = Costs(
-            self._latency, self._network, self.host_bandwidth, self.contention, effects, box
-        )
-        other.ops, other.links = self.ops, self.links
+        other = copy(self)
+        other.effects, other.box = effects, box
         return other
 
     def at_bound(self, side: int) -> Costs:
@@ -221,10 +220,8 @@ class Costs:
             found = self.estimate(kind, size, group)
             return found if self.leaves_box(group) else found._replace(value=found[side])
 
-        other = Costs(
-            self._latency, network, self.host_bandwidth, self.contention, self.effects, self.box
-        )
-        other.ops = self.ops
+        other = copy(self)
+        other._network, other.links = network, {}
         return other
 
     def prepare(self, calls: Iterable[Op]) -> None:

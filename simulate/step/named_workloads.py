@@ -49,7 +49,7 @@ def _in_formats(values: Mapping[str, object]) -> dict[str, object]:
     if "dtype" not in values:
         return found
     named = trained_in(str(values["dtype"]))
-    if named["products"] and (products or named["products"]) != named["products"]:
+    if named["products"] and products not in ("", named["products"]):
         raise PlanError(
             f"dtype={values['dtype']} quantises products, which products={products} does as well",
             where="workload",
