@@ -58,19 +58,25 @@ def _recurrent(name: str, write: Write) -> Callable[..., object]:
     class Layer(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(
-            ctx: object, sizes: Sizes, many: int, *operands: torch.Tensor
+            ctx: torch.autograd.function.FunctionCtx,
+            sizes: Sizes,
+            many: int,
+            *operands: torch.Tensor,
         ) -> tuple[torch.Tensor, ...]:
             given, *states = operands[: 1 + many]
             wide = sizes.directions * sizes.shown
             found = given.new_empty((*given.shape[:-1], wide))
             last = tuple(s.new_empty(s.shape) for s in states)
             write(RNN, operands, (found, *last), sizes)
-            ctx.sizes, ctx.operands = sizes, operands  # type: ignore[attr-defined]
+            ctx.save_for_backward(*operands)
+            ctx.sizes = sizes
             return (found, *last)
 
         @staticmethod
-        def backward(ctx: object, *gradients: torch.Tensor) -> tuple[object, ...]:
-            sizes, operands = ctx.sizes, ctx.operands  # type: ignore[attr-defined]
+        def backward(
+            ctx: torch.autograd.function.BackwardCFunction, *gradients: torch.Tensor
+        ) -> tuple[object, ...]:
+            sizes, operands = ctx.sizes, ctx.saved_tensors
             found = tuple(t.new_empty(t.shape) for t in operands)
             kept = [g for g in gradients if g is not None]
             write(RNN_BACKWARD, (*kept, *operands), found, sizes)

@@ -137,7 +137,9 @@ class _Run:
         own = copy.deepcopy(module, memo)
 
         def placed(value: object) -> object:
-            return self.fakes.like(value) if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            return self.fakes.like(value).requires_grad_(value.requires_grad)
 
         args, kwargs = torch.utils._pytree.tree_map(
             placed, (self.program.args, dict(self.program.kwargs))
@@ -172,7 +174,10 @@ class _Run:
         watch.log.batch = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
         # MKL-DNN has recurrent layers that GPUs do not have.
         plain = torch.backends.mkldnn.flags(enabled=False)
-        as_on_gpus = standing_in(stands(Recorder(self.fused)))
+        decides = Recorder(self.fused)
+        # A recording would keep what it has seen alive.
+        decides.on = False
+        as_on_gpus = standing_in(stands(decides))
         decided = deciding_without_values(self.program.kwargs)
         with plain, as_on_gpus, decided, torch.device("cpu"), self.fakes.mode, _watching(watch):
             if watch.log.train:

@@ -136,6 +136,42 @@ def test_checkpoints_keep_their_inputs_alone():
     assert saved < fixed + 4 * hidden + 12 * narrow
 
 
+class Normed(torch.nn.Module):
+    """Layers of a norm and a product, checkpointed unless ``reentrant`` is ``None``."""
+
+    def __init__(self, norm, reentrant):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(64, 64) for _ in range(8))
+        self.norm, self.reentrant = norm, reentrant
+
+    def layer(self, x, weight):
+        return x + getattr(F, self.norm)(x, (64,)) @ weight
+
+    def forward(self, x):
+        for weight in self.weights:
+            if self.reentrant is None:
+                x = self.layer(x, weight)
+            else:
+                x = torch.utils.checkpoint.checkpoint(
+                    self.layer, x, weight, use_reentrant=self.reentrant
+                )
+        return x
+
+
+@pytest.mark.parametrize("train", ["", "sgd"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_rms_norms_keep_no_more_than_layer_norms(reentrant, train):
+    def peak(norm):
+        given = torch.zeros(4096, 64, requires_grad=True)
+        options = {"train": train, "loss": "sum"} if train else {}
+        log = log_storages(TorchProgram(Normed(norm, reentrant), (given,), **options))
+        assert log.framed
+        return log.peak()
+
+    # Layer norms keep a mean of each row besides the factor.
+    assert abs(peak("rms_norm") - peak("layer_norm")) <= 8 * 4096 * 4
+
+
 class Cast(torch.nn.Module):
     def __init__(self):
         super().__init__()
