@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.record import CONV, MATMUL, RNN
 from ...features.operators.op import Op, least_seconds
 from ...features.operators.physics import fitted, resident_share
 from ...features.operators.query import TABLE_NAMES
@@ -35,7 +36,9 @@ _CONVOLUTIONS = ("eager/conv", "tuned/conv")
 #: on an RTX 3090 as with the release before (published-torch pack, timm).
 _VECTORIZED = (1, 11)
 #: Factor on the interval bounds of a weight gradient that is priced as the forward pass of the same
-#: products, although libraries use other kernels. Engineering estimate.
+#: products, and of a TF32 product that is priced as one in bf16, although libraries use other
+#: kernels. Engineering estimate. XLA's TF32 products on an H100 (published-xla pack), whose second
+#: operand passes through registers, unlike a linear layer's, take 1.4 times as long (median).
 _OTHER_KERNEL = 1.4
 #: Maximum ratio of the step-by-step time of recurrent layers to that of persistent kernels (which
 #: keep weights on the chip) and overlapping layers; lowers the lower bound. Engineering estimate.
@@ -171,7 +174,7 @@ class AtenPrices:
         """Return times and sources as ``__call__``, for each kernel repeated alone."""
         rows = [None if self._calls_library(w) else self.row(w) for w in found]
         reaches = [step_reach(w.op, self._spec) for w in found]
-        ops = [_as_computed(w, self._spec) for w in found]
+        ops = [w.op for w in found]
         factors = np.array([stand_in_factor(op, self._spec) for op in ops])
         times, keys, _ = price(ops, rows, reaches, self._spec, self._bundle, factors)
         sources = [_source(w, key) for w, key in zip(found, keys, strict=True)]
@@ -180,8 +183,7 @@ class AtenPrices:
             if keys[i] == ROOFLINE and work.is_depthwise:
                 times[i] = depthwise_times(work, self._spec, self._release)
             elif keys[i] == ROOFLINE and self._multiplies_last(work):
-                multiplied = work.but(dtype=ops[i].dtype)
-                times[i] *= cudnn_seconds(multiplied, self._spec, self._release) / times[i, 0]
+                times[i] *= cudnn_seconds(work, self._spec, self._release) / times[i, 0]
             if work.name in STEPS:
                 times[i] = np.maximum(times[i], KERNEL_US * 1e-6 * work.op.scale)
                 times[i] *= [1.0, 1.0 / _PERSISTENT, 1.0]
@@ -224,7 +226,7 @@ class AtenPrices:
 
     def _multiplies_last(self, work: AtenKernel) -> bool:
         """Return whether cuDNN runs a convolution with the channels last."""
-        narrow = work.dtype in ("f16", "bf16") or (work.dtype == "f32" and _has_tf32(self._spec))
+        narrow = work.dtype in ("f16", "bf16", "tf32")
         return narrow and self._spec.runs_cuda and work.conv is not None
 
     def _calls_library(self, work: AtenKernel) -> bool:
@@ -255,7 +257,7 @@ class AtenPrices:
         """Return the row of a convolution; ``None`` if no similar one was measured.
 
         AMD's were measured in all directions and types. cuDNN's were measured forward, in full f32
-        and with 3 × 3 filters: what PyTorch runs on chips without TF32, but not on others.
+        and with 3 × 3 filters: what PyTorch runs where TF32 is absent or not allowed.
         """
         sizes, spec = work.conv, self._spec
         dtype = TABLE_NAMES.get(work.dtype)
@@ -267,7 +269,7 @@ class AtenPrices:
         square = {"kh": 3, "kw": 3, "stride_h": 1, "stride_w": 1, "pad_h": 1, "pad_w": 1}
         plain = {**square, "ndim": 2, "dil_h": 1, "dil_w": 1, "groups": 1, "h": sizes["w"]}
         alike = all(sizes[name] == value for name, value in plain.items())
-        if work.dtype != "f32" or _has_tf32(spec) or not spec.runs_cuda or not alike:
+        if work.dtype != "f32" or not spec.runs_cuda or not alike:
             return None
         # The gradient of the image is a convolution with input and output channels swapped.
         ends = ("k", "c") if sizes["op"] == "bwd_data" else ("c", "k")
@@ -315,10 +317,9 @@ def _draws_power(work: AtenKernel) -> bool:
 
 def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
     """Return the bottleneck of a kernel's roofline: ``compute``, ``memory`` or ``latency``."""
-    op = _as_computed(work, spec)
     parts = {
-        "compute": op.flops() / matrix_rate(op, spec),
-        "memory": op.moved() / spec.bandwidth,
+        "compute": work.op.flops() / matrix_rate(work.op, spec),
+        "memory": work.bytes / spec.bandwidth,
         "latency": spec.floor * work.launches + _chained(work, spec) + _few_blocks(work, spec),
     }
     return max(parts, key=parts.__getitem__)
@@ -339,23 +340,38 @@ def _few_blocks(work: AtenKernel, spec: DeviceSpec) -> float:
     return work.bytes / (loads * width) * _LOAD_CYCLES / (spec.clock_hz or _CLOCK)
 
 
-def _has_tf32(spec: DeviceSpec) -> bool:
-    """Return whether TF32 products are faster than f32 products."""
-    return spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32")
+def has_tf32(spec: DeviceSpec) -> bool:
+    """Return whether TF32 products are faster than f32 products under PyTorch.
+
+    MIOpen and AMD's BLAS compute in f32.
+    """
+    return spec.runs_cuda and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32")
 
 
-def _as_computed(work: AtenKernel, spec: DeviceSpec) -> Op:
-    """Return a kernel's operator in the format that it multiplies."""
-    # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
-    narrow = work.kind == CONVOLUTION and work.dtype == "f32" and spec.runs_cuda
-    return work.op._replace(dtype="tf32") if narrow else work.op
+def as_set(work: AtenKernel, allowed: Collection[str], spec: DeviceSpec) -> AtenKernel:
+    """Return a kernel in the format that it multiplies under PyTorch's settings for TF32.
+
+    Args:
+        work: The kernel; recurrent layers in f32 are in TF32.
+        allowed: Operators that may round to TF32, as in a recording.
+        spec: The device.
+    """
+    wide = work.dtype == "f32" and work.kind in (PRODUCT, CONVOLUTION) and not work.is_depthwise
+    if not has_tf32(spec) or not (wide or work.dtype == "tf32"):
+        return work
+    layer = RNN if work.dtype == "tf32" else MATMUL if work.kind == PRODUCT else CONV
+    return work.but(dtype="tf32" if layer in allowed else "f32")
 
 
 def _stand_in(work: AtenKernel) -> Op:
     """Return the operator of a step that a kernel is priced as."""
     op = work.op
     if work.kind == PRODUCT and not _several(work):
-        return op._replace(family="linear", shape=op.shape[1:])
+        rows, columns, depth = op.shape[1:]
+        if _is_rounded(work):
+            # Half the rate and twice the operands of bf16: a product in bf16 of twice the depth.
+            op, depth = op._replace(dtype="bf16"), 2 * depth
+        return op._replace(family="linear", shape=(rows, columns, depth))
     if work.kind == SOFTMAX:
         return op._replace(family="move", shape=(max(1, round(work.bytes)),))
     return op
@@ -372,11 +388,12 @@ def _several(work: AtenKernel) -> bool:
     return work.kind == PRODUCT and work.shape[0] > 1
 
 
+def _is_rounded(work: AtenKernel) -> bool:
+    """Return whether a kernel is a TF32 product, not one of recurrent layers."""
+    return work.kind == PRODUCT and work.dtype == "tf32" and not work.name.startswith("cudnn_rnn")
+
+
 def _stands_in(row: Row | None, work: AtenKernel) -> bool:
-    """Return whether a weight gradient is priced as a forward pass."""
-    return (
-        row is not None
-        and row["op"] == "conv"
-        and work.conv is not None
-        and work.conv["op"] == "bwd_weights"
-    )
+    """Return whether a row stands for another kernel: of a weight gradient, or in TF32."""
+    filters = work.conv is not None and work.conv["op"] == "bwd_weights"
+    return row is not None and ((row["op"] == "conv" and filters) or _is_rounded(work))

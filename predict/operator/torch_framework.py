@@ -291,7 +291,7 @@ def explain_torch(
     spec = predictor.device(device)
     recording = predictor.record(program, spec)
     prediction = predictor.price(recording, spec)
-    found = works_of(recording, predictor.framework)
+    found = works_of(recording, predictor.framework, spec)
     groups: dict[tuple[object, ...], list[int]] = {}
     for place, own in enumerate(prediction.operators):
         key = (own.name, own.shape, own.dtype, own.phase, own.source, round(own.bytes))

@@ -11,6 +11,7 @@ from ...common.versions import is_newer
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import CUDNN
 from ...models.program.pytorch import CpuTorchModel
+from .aten_prices import has_tf32
 from .aten_traffic import SORTS
 from .aten_work import ATTENTION, PRODUCT, AtenKernel
 from .cpu_prices import cpu_notes
@@ -161,11 +162,10 @@ def kernel_notes(
     guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
     if guessed > 0.25:
         notes.append(f"{guessed:.0%} of the kernel time is a roofline of {spec.name}")
-    wide = any(w.dtype == "f32" and w.kind == PRODUCT for w in found)
-    if wide and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32"):
+    if has_tf32(spec) and any(w.dtype == "f32" and w.kind == PRODUCT for w in found):
         notes.append(
-            "f32 matrix products run in full f32, PyTorch's default; "
-            "torch.set_float32_matmul_precision('high') would use TF32, which is not predicted"
+            "f32 matrix products run in full f32, PyTorch's default; after "
+            "torch.set_float32_matmul_precision('high') they are predicted in TF32"
         )
     if any(f"aten.{w.name}" in SORTS for w in found):
         notes.append(

@@ -39,7 +39,7 @@ from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
 from .aten_costs import cost_class, measured_costs, seconds_by_class
 from .aten_fusion import fused
-from .aten_prices import ALONE, AtenPrices, bound_of, least_times, raised
+from .aten_prices import ALONE, AtenPrices, as_set, bound_of, least_times, raised
 from .aten_work import AtenKernel, check_priced, works
 from .cpu_prices import CpuPrices
 from .torch_choices import check_attention
@@ -323,9 +323,10 @@ def computes_narrow(found: Sequence[AtenKernel]) -> bool:
     return flops["narrow"] > flops["others"]
 
 
-def works_of(recording: Recording, framework: str) -> list[AtenKernel]:
-    """Return the kernels that a framework launches for a recording, in order."""
-    return fused(recording) if framework == "torch-compiled" else works(recording.calls)
+def works_of(recording: Recording, framework: str, spec: DeviceSpec) -> list[AtenKernel]:
+    """Return the kernels that a framework launches for a recording on a device, in order."""
+    found = fused(recording) if framework == "torch-compiled" else works(recording.calls)
+    return [as_set(work, recording.tf32, spec) for work in found]
 
 
 def price(
@@ -340,7 +341,7 @@ def price(
     check_attention(recording.attention, spec)
     written = recording.otherwise
     older = price(written, spec, framework, bundle, release) if written else None
-    found = works_of(recording, framework)
+    found = works_of(recording, framework, spec)
     if not found:
         raise ProgramError(
             "the program launches no kernels",
@@ -396,5 +397,5 @@ def price(
 
 
 def _mostly_f32(found: Sequence[AtenKernel]) -> bool:
-    wide = sum(w.bytes for w in found if w.dtype == "f32")
-    return wide > sum(w.bytes for w in found if w.dtype != "f32")
+    wide = sum(w.bytes for w in found if w.dtype in ("f32", "tf32"))
+    return wide > sum(w.bytes for w in found) - wide

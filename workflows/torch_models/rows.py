@@ -299,7 +299,7 @@ def _memory(row: ModelRow, parts: Sequence[TorchPrediction]) -> dict[str, object
 def _seconds(row: ModelRow, own: _Recorded) -> Answer:
     sums = {"host": 0.0}
     for recording, (_, count) in zip(own.recordings, row.runs, strict=True):
-        found = works_of(recording, own.predictor.framework)
+        found = works_of(recording, own.predictor.framework, own.spec)
         # Training data are 16-bit on GPUs and f32 on CPUs.
         if computes_narrow(found) == (own.spec.platform == "cpu"):
             return "a number format without training data"

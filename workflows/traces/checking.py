@@ -193,6 +193,8 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
     from ...datagen.traces.aten import traced_operators
     from ...datagen.traces.importer import is_collective
     from ...datagen.traces.trace import by_run, chosen, run_time
+    from ...features.ir.torch.record import Recording
+    from ...predict.operator.aten_prices import as_set
     from ...predict.operator.torch_framework import operator_bundle
     from ...predict.operator.torch_price import price_works
 
@@ -214,7 +216,8 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
         )
     # Every call counts, because the host launches each of them.
     calls = [max(1, round(len(o.seconds) / count)) for o, _ in known]
-    works = [w for (_, w), n in zip(known, calls, strict=True) for _ in range(n)]
+    own = [as_set(w, Recording().tf32, spec) for _, w in known]
+    works = [w for w, n in zip(own, calls, strict=True) for _ in range(n)]
     priced = price_works(works, spec, "torch-eager", operator_bundle(options.model))
     pairs = [
         KernelPair.of(_title(o), o.kind, len(o.seconds) / count, times * 1e6, o.seconds)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .storages import StorageLog
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+#: Operators with f32 operands that PyTorch's settings let chips round to TF32.
+MATMUL, CONV, RNN = "matmul", "conv", "rnn"
 #: Kernels of fused attention, and products and passes instead: PyTorch's ``SDPBackend``.
 CUDNN, FLASH, EFFICIENT, MATH = BACKENDS = ("cuDNN", "FlashAttention 2", "memory-efficient", "math")
 #: Operators that launch nothing although they are not views.
@@ -174,6 +176,7 @@ class Recording:
             attention is written out.
         storages: Memory allocated and freed; ``None`` if it cannot be tracked.
         compiled: Names of modules and functions that the model itself passes to ``torch.compile``.
+        tf32: Operators whose f32 operands may be rounded to TF32.
     """
 
     calls: list[AtenCall] = field(default_factory=list)
@@ -185,6 +188,7 @@ class Recording:
     otherwise: Recording | None = None
     storages: StorageLog | None = None
     compiled: tuple[str, ...] = ()
+    tf32: frozenset[str] = frozenset((CONV, RNN))
 
     @property
     def attention(self) -> dict[AttentionUse, bool]:

@@ -35,8 +35,11 @@ from .export import export, quiet, shortened
 from .program import TorchProgram, sparse_refusal, torch_loss, torch_optimizer
 from .record import (
     BACKWARD,
+    CONV,
     FORWARD,
+    MATMUL,
     OPTIMIZER,
+    RNN,
     AtenCall,
     Fused,
     Recorder,
@@ -244,11 +247,24 @@ def _steps(
             log.on, log.place = True, Place("", 0, "optimizer")
             optimizer.step()
     recording = log.recording
-    recording.parameter_bytes = fakes.bytes
+    recording.parameter_bytes, recording.tf32 = fakes.bytes, _tf32_allowed()
     held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
     kept = [*(t for t in held if isinstance(t, torch.Tensor)), *tensors_in(found)]
     recording.kept = {log.memory(t) for t in kept}
     return recording
+
+
+def _tf32_allowed() -> frozenset[str]:
+    """Return the operators whose f32 operands PyTorch's settings let chips round to TF32."""
+    import torch
+
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(cudnn, "conv"):
+        # Since 2.9, where reading a mix of these and the older settings is an error.
+        own = {MATMUL: matmul, CONV: cudnn.conv, RNN: cudnn.rnn}
+        return frozenset(name for name, of in own.items() if of.fp32_precision == "tf32")
+    allowed = {MATMUL: matmul.allow_tf32, CONV: cudnn.allow_tf32, RNN: cudnn.allow_tf32}
+    return frozenset(name for name, own in allowed.items() if own)
 
 
 def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:

@@ -37,7 +37,7 @@ def recorded(*layers, channels, last=False, train=False):
 
 def times(recording, spec=SPEC, release=""):
     """Seconds of the convolutions, by direction."""
-    found = [w for w in works_of(recording, "torch-eager") if w.kind == "convolution"]
+    found = [w for w in works_of(recording, "torch-eager", spec) if w.kind == "convolution"]
     seconds = AtenPrices(spec, None, 1.0, 1.0, release)(found)[0][:, 0] - spec.floor
     return {w.conv["op"]: own for w, own in zip(found, seconds, strict=True)}
 
@@ -143,7 +143,7 @@ def test_newer_libraries_serve_more_groups_at_once(groups, channels, release, fa
 
 def test_gradients_of_depthwise_filters_go_twice_over_their_operands_by_cudnn():
     spec, both = find_device("rtx-3090"), {}
-    found = works_of(recorded(conv(64, 3, groups=64), channels=64), "torch-eager")
+    found = works_of(recorded(conv(64, 3, groups=64), channels=64), "torch-eager", spec)
     (work,) = (w for w in found if w.kind == "convolution")
     for op in ("fwd", "bwd_weights"):
         own = replace(work, conv={**work.conv, "op": op})
@@ -164,7 +164,7 @@ def test_batch_norms_in_training_have_a_block_for_each_channel():
         own.requires_grad_(True)
         options = {"train": "sgd", "loss": "sum"} if how.pop("train", True) else {}
         module.train(bool(options))
-        calls = works_of(record(TorchProgram(module, (own,), **options)), "torch-eager")
+        calls = works_of(record(TorchProgram(module, (own,), **options)), "torch-eager", spec)
         found = [w for w in calls if "batch_norm" in w.name]
         return found, AtenPrices(spec, None, 1.0, 1.0)(found)[0][:, 0]
 
@@ -236,14 +236,14 @@ def test_images_are_laid_as_the_filters_of_convolutions_and_group_norms_want_the
 def test_inductor_chooses_the_layout_by_the_kinds_of_convolutions(layers, last):
     recording = recorded(*layers, channels=64)
     assert lays_channels_last(recording.calls) is last
-    found = [w for w in works_of(recording, "torch-compiled") if w.kind == "convolution"]
+    found = [w for w in works_of(recording, "torch-compiled", SPEC) if w.kind == "convolution"]
     assert all(w.channels_last is last for w in found)
 
 
 def test_kernels_say_what_bounds_them():
     recording = recorded(conv(256, 3), torch.nn.ReLU(), channels=256, last=True)
-    bounds = [bound_of(w, SPEC) for w in works_of(recording, "torch-eager")]
+    bounds = [bound_of(w, SPEC) for w in works_of(recording, "torch-eager", SPEC)]
     assert bounds == ["compute", "memory"]
     small = torch.empty(8, 8, device="meta")
     calls = record(TorchProgram(torch.nn.ReLU(), (small,)))
-    assert [bound_of(w, SPEC) for w in works_of(calls, "torch-eager")] == ["latency"]
+    assert [bound_of(w, SPEC) for w in works_of(calls, "torch-eager", SPEC)] == ["latency"]

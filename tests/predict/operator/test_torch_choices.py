@@ -11,6 +11,7 @@ from opcast.common.errors import ProgramError  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.record import AttentionUse, FunctionUse  # noqa: E402
+from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.operator.torch_choices import attention_backend, is_one  # noqa: E402
 from opcast.predict.operator.torch_framework import TorchPredictor  # noqa: E402
 from opcast.predict.operator.torch_price import works_of  # noqa: E402
@@ -105,7 +106,7 @@ def launched(framework, device="h100-sxm", exported=False, train=""):
         program = TorchProgram(torch.export.export(source, (x,)))
     predictor = TorchPredictor(framework, "roofline")
     recording = predictor.record(program, device)
-    return works_of(recording, predictor.framework), recording
+    return works_of(recording, predictor.framework, find_device(device)), recording
 
 
 @pytest.mark.parametrize("exported", [False, True])
@@ -147,7 +148,7 @@ def test_cells_of_lstms_are_two_products_and_a_kernel(framework):
     for source in (cell, torch.export.export(cell, (x, (held, held)))):
         given = (x, (held, held)) if source is cell else ()
         recording = predictor.record(TorchProgram(source, given), "h100-sxm")
-        found = works_of(recording, framework)
+        found = works_of(recording, framework, find_device("h100-sxm"))
         assert [w.name for w in found] == ["mm", "mm", "_thnn_fused_lstm_cell"]
         # Four gates by two products and biases, the cell before and after, the result, and the
         # gates that the gradient reads again.
@@ -156,7 +157,8 @@ def test_cells_of_lstms_are_two_products_and_a_kernel(framework):
     on_cpu = predictor.record(TorchProgram(cell, (x,)), "cpu-i9-10940x")
     assert "aten._thnn_fused_lstm_cell" not in [call.name for call in on_cpu.calls]
     step = TorchProgram(cell, (x, (held, held)), train="sgd", loss="sum")
-    back = [w.name for w in works_of(predictor.record(step, "h100-sxm"), framework)]
+    trained = predictor.record(step, "h100-sxm")
+    back = [w.name for w in works_of(trained, framework, find_device("h100-sxm"))]
     assert back.count("_thnn_fused_lstm_cell_backward_impl") == 1
 
 
@@ -271,3 +273,72 @@ def test_attention_written_out_says_why():
     assert any("do not multiply bfloat16" in note for note in found.notes)
     _, found = attention("t4", 1, 32, 64, 64, dtype=torch.float16, allowed=("MATH",))
     assert any("sdpa_kernel asks" in note for note in found.notes)
+
+
+def asked(monkeypatch, matmul, cudnn):
+    """Set what PyTorch may round to TF32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", matmul)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", cudnn)
+
+
+def multiplied(module, *shape, device="h100-sxm", dtype=torch.float32, model="roofline"):
+    x = torch.empty(shape, device="meta", dtype=dtype)
+    found = predict(
+        module.to("meta", dtype), x, device=device, framework="torch-eager", model=model
+    )
+    return next(k for k in found.kernels if k.kind in ("product", "convolution"))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtypes"),
+    [
+        ("a100-sxm-80gb", ("f32", "tf32")),
+        # Without units for TF32, or with libraries that ignore the setting.
+        ("v100-sxm", ("f32", "f32")),
+        ("mi300x", ("f32", "f32")),
+    ],
+)
+def test_products_take_tf32_where_the_program_allows_it(monkeypatch, device, dtypes):
+    layer, spec = torch.nn.Linear(8192, 8192, bias=False), find_device(device)
+    for allowed, dtype in zip((False, True), dtypes, strict=True):
+        asked(monkeypatch, allowed, cudnn=False)
+        found = multiplied(layer, 8192, 8192, device=device)
+        assert found.dtype == dtype
+        at_peak = 2 * 8192**3 / spec.matrix_peak(dtype) * 1e6
+        assert at_peak < found.latency_us < 1.7 * at_peak
+
+
+def test_a_tf32_product_is_one_in_bf16_of_twice_the_depth(monkeypatch):
+    asked(monkeypatch, matmul=True, cudnn=True)
+    wide = multiplied(torch.nn.Linear(4096, 2048), 1024, 4096, model="default")
+    half = multiplied(
+        torch.nn.Linear(8192, 2048), 1024, 8192, dtype=torch.bfloat16, model="default"
+    )
+    assert wide.source == half.source == "learned:linear"
+    # Steps in f32 and in 16 bits taught slightly different factors.
+    assert wide.latency_us == pytest.approx(half.latency_us, rel=0.02)
+    # Other kernels: 1.4 on either side.
+    assert wide.hi_us == pytest.approx(1.4 * half.hi_us, rel=0.02)
+
+
+def test_convolutions_and_recurrent_layers_take_f32_where_tf32_is_not_allowed(monkeypatch):
+    conv = torch.nn.Conv2d(512, 512, 5, padding=2, bias=False)
+    cells = torch.nn.LSTM(512, 512)
+    for allowed, dtype in ((True, "tf32"), (False, "f32")):
+        asked(monkeypatch, matmul=False, cudnn=allowed)
+        found = multiplied(conv, 64, 512, 56, 56)
+        assert found.dtype == multiplied(cells, 64, 32, 512).dtype == dtype
+        flops, spec = 2 * 64 * 56 * 56 * 512 * 512 * 25, find_device("h100-sxm")
+        assert found.latency_us > flops / spec.matrix_peak(dtype) * 1e6
+    # Seven tenths of the peak, and the launch.
+    assert found.latency_us == pytest.approx(
+        flops / (0.7 * spec.matrix_peak("f32")) * 1e6 + spec.floor * 1e6
+    )
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="since PyTorch 2.9")
+def test_settings_of_either_kind_are_read(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    allowed = record(TorchProgram(torch.nn.ReLU(), (torch.zeros(8),))).tf32
+    assert allowed == {"matmul", "rnn"}
