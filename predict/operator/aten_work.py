@@ -372,9 +372,9 @@ def _conv_sizes(call: AtenCall, direction: str) -> dict[str, object] | None:
 def _attention(call: AtenCall, base: AtenKernel) -> AtenKernel:
     backward = call.name.endswith("backward")
     # The backward call has the output gradient before queries, keys and values.
-    q, k = (t.shape for t in call.inputs[int(backward) : int(backward) + 2])
+    q, k, v = (t.shape for t in call.inputs[int(backward) : int(backward) + 3])
     causal = any(n is True for n in call.numbers)
-    shape = (prod(q[:-3]), q[-3], k[-3], q[-1], q[-1], q[-2], k[-2], int(causal))
+    shape = (prod(q[:-3]), q[-3], k[-3], q[-1], v[-1], q[-2], k[-2], int(causal))
     scale = float(backward_ratio(np.array([q[-1]]))[0]) if backward else 1.0
     # The recording was made on the CPU; GPU kernels have other names.
     name = "scaled_dot_product_attention" + "_backward" * backward

@@ -105,10 +105,11 @@ def why_written(spec: DeviceSpec, use: AttentionUse) -> str:
 
 def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True) -> str:
     """Return the backend of a fused attention kernel; see :func:`attention_backend`."""
-    batch, heads, groups, size, queries, keys, causal = work.shape
-    query, key = (batch, heads, queries, size), (batch, groups, keys, size)
+    batch, heads, groups, size, shown, queries, keys, causal = work.op.shape
+    query = (batch, heads, queries, size)
+    key, value = ((batch, groups, keys, width) for width in (size, shown))
     use = AttentionUse(
-        *(query, key, key, work.dtype, work.masked, bool(causal), heads != groups),
+        *(query, key, value, work.dtype, work.masked, bool(causal), heads != groups),
         allowed=work.allowed,
     )
     # It was recorded as one kernel, so it cannot be the math backend.
@@ -150,14 +151,14 @@ def attention_times(
 
 def _call(work: AtenKernel, *, splits: bool) -> dict[str, int]:
     """Return the columns of a call; ``splits``: whether blocks share the keys of a single query."""
-    batch, heads, groups, size, queries, keys, causal = work.shape
+    batch, heads, groups, size, shown, queries, keys, causal = work.op.shape
     if splits:
         # FlashAttention 2 turns the heads of a group into the rows of a tile, and splits the keys
         # (mha_fwd of PyTorch's flash_api.cpp). vLLM's rows split only if heads share keys, which
         # takes the same blocks as heads that share none.
         causal, heads = 1, max(heads, 2 * groups)
     sizes = {"batch": batch, "q_heads": heads, "kv_heads": groups, "head_dim": size}
-    lengths = {"v_head_dim": size, "q_len": queries, "kv_len": keys, "window": 0, "causal": causal}
+    lengths = {"v_head_dim": shown, "q_len": queries, "kv_len": keys, "window": 0, "causal": causal}
     return {**sizes, **lengths, "backward": int(work.name.endswith("_backward"))}
 
 

@@ -273,7 +273,9 @@ class Recorder:
         )
         place = self._place()
         self.recording.calls.append(
-            AtenCall(name, inputs, written, tuple(sizes), self.phase, place)
+            AtenCall(
+                name, inputs, written, tuple(sizes), self.phase, place, allowed=self._allowed()
+            )
         )
 
     def _place(self) -> Place:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 #: Arguments of ``scaled_dot_product_attention`` in order.
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_ATTENTION_NAME = "aten._scaled_dot_product_attention"
 _NORM, _NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
 #: Gates of a cell by function of PyTorch.
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -133,10 +134,52 @@ def _rms_norm(write: Write) -> Callable[..., torch.Tensor]:
     return norm
 
 
+def _uneven_attention(write: Write) -> Callable[..., torch.Tensor]:
+    """Return a replacement for attention whose values are narrower or wider than its queries.
+
+    The CPU has a single kernel for equal widths alone. Its arguments are whether it is causal,
+    queries, keys, values, and the mask or ``None``.
+    """
+    import torch
+
+    class Attention(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(
+            ctx: torch.autograd.function.FunctionCtx,
+            causal: bool,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: torch.Tensor | None,
+        ) -> torch.Tensor:
+            found = query.new_empty((*query.shape[:-1], value.shape[-1]))
+            # The logarithm of each row's sum, which the gradient reads again.
+            sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+            write(_ATTENTION_NAME, (query, key, value, mask), (found, sums), (causal,))
+            ctx.save_for_backward(query, key, value, mask, found, sums)
+            ctx.causal = causal
+            return found
+
+        @staticmethod
+        def backward(
+            ctx: torch.autograd.function.BackwardCFunction, gradient: torch.Tensor
+        ) -> tuple[torch.Tensor | None, ...]:
+            *operands, mask, out, sums = ctx.saved_tensors
+            found = [t.new_empty(t.shape) for t in operands]
+            given = (gradient, *operands, out, sums, mask)
+            write(f"{_ATTENTION_NAME}_backward", given, found, (ctx.causal,))
+            return (None, *found, None)
+
+    attention: Callable[..., torch.Tensor] = Attention.apply
+    return attention
+
+
 def stands(log: Recorder) -> dict[str, Stand]:
     """Return replacements for functions of PyTorch by name, recorded in ``log``."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    uneven = _uneven_attention(log.write_library)
 
     def attention(function: Callable[..., object], *args: object, **kwargs: object) -> object:
         given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
@@ -154,8 +197,11 @@ def stands(log: Recorder) -> dict[str, Stand]:
             given["attn_mask"] = mask.unsqueeze(0)
         # PyTorch has one fused kernel on a CPU, which stands for all of a GPU's.
         log.allowed = use.allowed
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            found = function(**given)
+        if use.query[-1] == use.value[-1]:
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+                found = function(**given)
+        else:
+            found = uneven(use.causal, *(given.get(name) for name in _ATTENTION[:4]))
         log.allowed = BACKENDS
         if isinstance(found, torch.Tensor) and found.grad_fn is not None:
             found.grad_fn.metadata["attention"] = use.allowed

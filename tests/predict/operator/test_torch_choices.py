@@ -342,3 +342,36 @@ def test_settings_of_either_kind_are_read(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
     allowed = record(TorchProgram(torch.nn.ReLU(), (torch.zeros(8),))).tf32
     assert allowed == {"matmul", "rnn"}
+
+
+class Uneven(torch.nn.Module):
+    """Causal attention with values narrower than queries, as latent attention has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, query, value):
+        return F.scaled_dot_product_attention(query * self.scale, query, value, is_causal=True)
+
+
+@pytest.mark.parametrize("framework", ["torch-eager", "torch-compiled"])
+def test_values_of_another_width_are_one_kernel_each_way(framework):
+    given = tuple(torch.empty(1, 16, 2048, d, dtype=torch.bfloat16) for d in (192, 128))
+    module = Uneven().to(torch.bfloat16)
+    # cuDNN takes heads up to 128, FlashAttention values as wide as queries.
+    found = predict(module, *given, device="h100-sxm", framework=framework, train="sgd", loss="sum")
+    one = "scaled_dot_product_attention{} (memory-efficient)"
+    attends = [k for k in found.kernels if k.kind == "attention"]
+    assert [k.name for k in attends] == [one.format(""), one.format("_backward")]
+    # Half of 2,048 squared scores by products of 192 and 128, at 989.4 TFLOP/s at best.
+    least = 2 * 16 * 2048**2 / 2 * (192 + 128) / 989.4e12 * 1e6
+    # The memory-efficient kernel is twice as slow as FlashAttention 2, on a chip for others.
+    assert least < attends[0].latency_us < 12 * least
+    # Heads wider than 128: 4.3 times the forward pass.
+    assert attends[1].latency_us == pytest.approx(4.3 * attends[0].latency_us, rel=0.01)
+    # Two operands, a result and a factor in f32 of each row.
+    assert attends[0].bytes == 16 * 2048 * (2 * (192 + 192 + 128 + 128) + 4)
+    assert "bmm" not in [k.name for k in found.kernels]
+    # Ten megabytes for each tensor, not the 134 of the scores.
+    assert found.memory.parts["activations"] < 16 * 2048**2
