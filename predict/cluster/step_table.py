@@ -147,14 +147,14 @@ def _cluster(cell: Cells) -> Cluster:
 
 def _plan(cell: Cells, devices: int) -> Plan:
     fsdp, zero = cell.count("fsdp", 1), cell.count("zero", 0)
-    dp, tp = cell.count("dp", 1), cell.count("tp", 1)
+    tp, pp, cp = (cell.count(name, 1) for name in ("tp", "pp", "cp"))
+    dp = cell.count("dp", max(1, devices // (fsdp * tp * pp * cp)))
     if fsdp > 1 and zero in (1, 2):
         # Ranks that shard only gradients or the optimizer are replicas here.
         dp, fsdp = dp * fsdp, 1
     policy = cell.text("recompute") or "none"
     reduce = format_name(cell.text("reduce_dtype"))
     ep = cell.count("ep", 1)
-    pp, cp = cell.count("pp", 1), cell.count("cp", 1)
     if ep > 1 and dp * fsdp * tp * pp * cp * ep == devices:
         # MaxText's expert axis has its own ranks, which also split the batch.
         dp *= ep
@@ -200,6 +200,7 @@ def _workload(cell: Cells, batch: int) -> Workload:
             "rope": cell.text("position") == "rope",
             "positions": cell.text("position") == "learned",
             "attention": cell.meant("attention"),
+            "lora_targets": cell.text("lora_targets") or Workload.lora_targets,
         }
     )
 

@@ -35,11 +35,13 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     )
     mfu = prediction.flops_per_device / prediction.peak_flops
     tokens = prediction.workload.batch * prediction.workload.seq / s.total
+    work = prediction.workload
+    trained = f", of which {work.trained_parameters / 1e6:.1f} million are trained"
     console.print(
         f"{quantity(prediction.flops_per_device, 'FLOP/s')} a device ({mfu:.1%} of its "
         f"{prediction.peak_format} peak), "
         f"{per_second(tokens)} tokens/s; "
-        f"{prediction.workload.parameters / 1e9:.2f} billion parameters"
+        f"{work.parameters / 1e9:.2f} billion parameters{trained if work.lora_rank else ''}"
     )
     if prediction.joules is not None or prediction.price is not None:
         console.print(_energy(prediction))

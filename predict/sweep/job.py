@@ -127,7 +127,8 @@ def nearest_miss(job: SweepJob, rows: pd.DataFrame, named: Callable[[pd.Series],
     found = _again(job, near)
     said = f"nothing fits: the plan that needs least, {named(near)}, {found.fit.reason()}"
     # Bytes per parameter under any sharding: parameter, gradient and optimizer state.
-    kept = 2.0 * job.workload.width + optimizer_bytes(job.workload)
+    trained = 0.0 if job.workload.lora_rank else job.workload.width + optimizer_bytes(job.workload)
+    kept = job.workload.width + trained
     memory = _predictor(str(near["cluster"]), job).learned.memory
     state = law_of(memory, job.framework).state * kept
     least = ceil(job.workload.parameters * state / found.fit.capacity)

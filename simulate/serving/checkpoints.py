@@ -19,6 +19,16 @@ from ..step.settings import once
 from ..step.workload import ALIASES
 from .served import Formats, ServedModel, format_in, in_formats
 
+_WEIGHTS = "give the format of the weights, as in --weights fp8"
+_ADAPTERS = "adapters that are merged into the weights cost nothing, others are not simulated"
+#: Settings of training alone, and what to do instead of giving them.
+_OF_TRAINING = {
+    "dtype": _WEIGHTS,
+    "products": _WEIGHTS,
+    "lora_rank": _ADAPTERS,
+    "lora_targets": _ADAPTERS,
+}
+
 
 class Checkpoint(NamedTuple):
     """A published checkpoint.
@@ -99,11 +109,11 @@ def served_by_name(
         PlanError: The name or a format is unknown, a file cannot be read, or sizes do not fit.
     """
     given = once(settings.items(), ALIASES, "--set")
-    if idle := given.keys() & {"dtype", "products"}:
+    if idle := given.keys() & _OF_TRAINING.keys():
         raise PlanError(
             f"{min(idle)}={given[min(idle)]} changes nothing in serving",
             where="--set",
-            hint="give the format of the weights, as in --weights fp8",
+            hint=_OF_TRAINING[min(idle)],
         )
     known, own, recurrent, bare = plain_name(name), "", 0, 0
     entry, sizes = served_models().get(known, {}), recurrence_of(known)

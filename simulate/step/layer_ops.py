@@ -89,7 +89,7 @@ def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
         name="embedding",
     )
     backward = Op("move", ((workload.width + 8) * size,), workload.dtype, name="embedding")
-    return PassOps((forward,), (backward,))
+    return PassOps((forward,), () if workload.lora_rank else (backward,))
 
 
 def head_ops(workload: Workload, plan: Plan) -> PassOps:
@@ -105,8 +105,13 @@ def head_ops(workload: Workload, plan: Plan) -> PassOps:
     # backward pass reads the softmax and writes the gradient of the logits.
     loss = Op("move", ((2 * workload.width + 8) * seen * vocab,), workload.dtype, name="loss")
     back = Op("move", ((workload.width + 4) * seen * vocab,), workload.dtype, name="loss")
-    return PassOps(
-        (*norm.forward, *head.forward, loss), (back, *head.backward, *norm.backward), head.weights
+    return _trained(
+        workload,
+        PassOps(
+            (*norm.forward, *head.forward, loss),
+            (back, *head.backward, *norm.backward),
+            head.weights,
+        ),
     )
 
 
@@ -127,18 +132,56 @@ def _product(name: str, m: int, n: int, k: int, dtype: str, variant: str = "") -
     )
 
 
+def _trained(workload: Workload, ops: PassOps) -> PassOps:
+    """Operators of a part without adapters, whose weights are frozen where others have them."""
+    return replace(ops, weights=()) if workload.lora_rank else ops
+
+
+def _linear(
+    name: str, workload: Workload, m: int, n: int, k: int, *, adapted: bool = True
+) -> PassOps:
+    """A linear layer: its product and, if it has one, its adapter.
+
+    The adapter is a product down to its rank and one up from it, whose result is added to the
+    layer's; the backward pass adds both gradients of the layer's input.
+
+    Args:
+        name: Name of the product.
+        workload: Model.
+        m: Tokens.
+        n: Outputs.
+        k: Inputs.
+        adapted: Whether it is among the layers that have adapters.
+    """
+    own = _trained(workload, _quantized(name, workload, m, n, k))
+    if not (workload.lora_rank and adapted):
+        return own
+    dtype, rank = workload.dtype, workload.lora_rank
+    down = _product(f"{name}_lora_a", m, rank, k, dtype)
+    up = _product(f"{name}_lora_b", m, n, rank, dtype)
+    adapter = _joined([down, up])
+    add = Op("add", (m, n), dtype, name=f"{name}_lora")
+    back = Op("add", (m, k), dtype, name=f"{name}_lora_dx")
+    return PassOps(
+        (*own.forward, *adapter.forward, add),
+        (*adapter.backward, *own.backward, back),
+        adapter.weights,
+    )
+
+
 def _quantized(name: str, workload: Workload, m: int, n: int, k: int) -> PassOps:
     """A product of the layers, with the passes that quantise its operands.
 
     Each of input, weight and incoming gradient is read once in ``dtype`` and written twice, plain
     and transposed, since 8-bit products take both operands along the summed dimension (Transformer
-    Engine's documentation of FP8).
+    Engine's documentation of FP8). Frozen weights are quantised once, before the first step.
     """
     if workload.product_dtype == workload.dtype:
         return _product(name, m, n, k, workload.dtype)
     product = _product(name, m, n, k, workload.product_dtype, QUANTIZED)
     width = workload.width + 2.0 * FORMATS[workload.product_dtype].element_bytes
-    ahead = Op("move", (round(width * (m * k + n * k)),), workload.dtype, name=f"{name}_quantize")
+    values = m * k + (0 if workload.lora_rank else n * k)
+    ahead = Op("move", (round(width * values),), workload.dtype, name=f"{name}_quantize")
     back = Op("move", (round(width * m * n),), workload.dtype, name=f"{name}_dquantize")
     return PassOps((ahead, *product.forward), (back, *product.backward), product.weights)
 
@@ -165,8 +208,8 @@ def _attention(workload: Workload, plan: Plan) -> PassOps:
     if workload.kv_lora:
         qkv, groups, dim = _latent(workload, plan, tokens), heads, dim + workload.rope_dim
     else:
-        qkv = _quantized("qkv", workload, tokens, (heads + 2 * groups) * dim, d)
-    out = _quantized("out", workload, tokens, d, heads * workload.value)
+        qkv = _linear("qkv", workload, tokens, (heads + 2 * groups) * dim, d)
+    out = _linear("out", workload, tokens, d, heads * workload.value)
     length = workload.seq // plan.cp
     # Values as wide as keys: ``part`` below accounts for narrower ones.
     shape = (tokens // length, heads, groups, dim, dim, length, length, int(workload.causal))
@@ -227,12 +270,12 @@ def _latent(workload: Workload, plan: Plan, tokens: int) -> PassOps:
     query = heads * (w.head + w.rope_dim)
     parts = []
     if w.q_lora:
-        parts.append(_quantized("q_down", w, tokens, w.q_lora, w.d_model))
-        parts.append(_quantized("q_up", w, tokens, query, w.q_lora))
+        parts.append(_linear("q_down", w, tokens, w.q_lora, w.d_model))
+        parts.append(_linear("q_up", w, tokens, query, w.q_lora))
     else:
-        parts.append(_quantized("q", w, tokens, query, w.d_model))
-    parts.append(_quantized("kv_down", w, tokens, w.kv_lora + w.rope_dim, w.d_model))
-    parts.append(_quantized("kv_up", w, tokens, heads * (w.head + w.value), w.kv_lora))
+        parts.append(_linear("q", w, tokens, query, w.d_model))
+    parts.append(_linear("kv_down", w, tokens, w.kv_lora + w.rope_dim, w.d_model))
+    parts.append(_linear("kv_up", w, tokens, heads * (w.head + w.value), w.kv_lora))
     return _joined(parts)
 
 
@@ -256,8 +299,9 @@ def _dense(workload: Workload, plan: Plan, tokens: int, width: int) -> PassOps:
     inner = width // plan.tp
     # Gate and up projection run as one product, as inference and training frameworks fuse them.
     wide = inner * (workload.matrices - 1)
-    up = _quantized("up", workload, tokens, wide, d)
-    down = _quantized("down", workload, tokens, d, inner)
+    adapted = workload.adapts_feed_forward
+    up = _linear("up", workload, tokens, wide, d, adapted=adapted)
+    down = _linear("down", workload, tokens, d, inner, adapted=adapted)
     name = "silu_and_mul" if workload.gated else "gelu"
     act = Op(name, (tokens, wide), dtype, name="activation")
     back = Op(name, (tokens, wide), dtype, ACTIVATION_BACKWARD, name="activation_dx")
@@ -300,6 +344,6 @@ def _experts(workload: Workload, plan: Plan, norm: PassOps, add: Op) -> PassOps:
     return PassOps(
         (*norm.forward, *router.forward, *cast, experts, *shared.forward, add),
         (*shared.backward, *cast, back, *router.backward, *norm.backward),
-        (*shared.weights, weights, *router.weights),
+        () if workload.lora_rank else (*shared.weights, weights, *router.weights),
         (*norm.selective, *shared.selective),
     )

@@ -74,16 +74,23 @@ def optimizer_bytes(workload: Workload) -> int:
     return _MOMENTS + (_MASTER if workload.width < _MASTER else 0)
 
 
-def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
-    """Parameters of one device of a stage before sharding over data-parallel ranks."""
+def stage_held(workload: Workload, plan: Plan, stage: int, *, trained: bool = False) -> Parameters:
+    """Parameters of one device of a stage before sharding over data-parallel ranks.
+
+    Args:
+        workload: Model.
+        plan: Resolved plan.
+        stage: Stage, from 0.
+        trained: Whether to count only those that are trained.
+    """
     held = Parameters(0.0)
     for layer, count in kind_counts(workload, plan, stage).items():
-        held = held + layer_held(layer, plan).times(count)
+        held = held + layer_held(layer, plan, trained=trained).times(count)
     ends = (stage == 0) + (stage == plan.pp - 1)
     # Tied weights are shared on one device; in a pipeline both end stages hold a copy.
     if plan.pp == 1 and workload.tied:
         ends = 1
-    return held + table_held(workload, plan).times(ends)
+    return held + table_held(workload, plan, trained=trained).times(ends)
 
 
 def stage_memory(workload: Workload, plan: Plan, stage: int, copies: int = 0) -> StageMemory:
@@ -97,11 +104,12 @@ def stage_memory(workload: Workload, plan: Plan, stage: int, copies: int = 0) ->
     """
     held = stage_held(workload, plan, stage)
     train = workload.mode == "train"
-    own = local_parameters(held, plan)
+    learned = stage_held(workload, plan, stage, trained=True)
+    own = local_parameters(learned, plan)
     zero = plan.stage
     # ZeRO 1 shards optimiser state, 2 also gradients, 3 also parameters.
-    kept = own if zero >= 3 else held.total
-    summed = own if zero >= 2 else held.total
+    kept = local_parameters(held, plan) if zero >= 3 else held.total
+    summed = own if zero >= 2 else learned.total
     return StageMemory(
         parameters=kept * workload.width + train * _quantised(workload, plan, stage, copies),
         gradients=summed * gradient_bytes(workload, plan) * train,
@@ -133,7 +141,7 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     of the second. ``selective`` recomputes the results of norms and activation, ``full`` everything
     but the layer's input (compare Korthikanti et al., MLSys 2023, section 4). Operands of quantised
     products are kept quantised; the result of attention is also kept as it is for its own backward
-    pass (Transformer Engine's ``Linear``).
+    pass (Transformer Engine's ``Linear``). Inputs of frozen products without adapters are not kept.
     """
     tokens, width = micro_tokens(workload, plan), workload.width
     narrow = workload.operand_width
@@ -157,6 +165,8 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     # Operands: results of both norms, the input of the second feed-forward product, and a quantised
     # copy of the result of attention.
     operands = 0.0 if selective else 2 * residual + inner
+    if workload.lora_rank and not workload.adapts_feed_forward and not selective:
+        operands = residual
     if narrow < width:
         operands += tokens * heads * workload.value
     # Tokens as sent to their experts and as they come back.
@@ -189,7 +199,7 @@ def box_host(workload: Workload, plan: Plan, box: int) -> float:
 def _stage_host(workload: Workload, plan: Plan, stage: int) -> float:
     """Bytes that a device of a stage offloads to its host."""
     if plan.offload == "optimizer":
-        own = local_parameters(stage_held(workload, plan, stage), plan)
+        own = local_parameters(stage_held(workload, plan, stage, trained=True), plan)
         return own * optimizer_bytes(workload)
     kept = stage_activations(workload, plan.changed(offload="none"), stage)
     return max(0.0, kept - stage_activations(workload, plan, stage))
@@ -237,7 +247,8 @@ def _buffers(workload: Workload, plan: Plan) -> float:
     # One buffer in each direction between stages.
     hops = 2.0 * size / plan.sequence_parallel if plan.pp > 1 else 0.0
     shared = any(
-        s.size * r.size > 1 for _, s, r in parameter_groups(layer_held(workload, plan), plan)
+        s.size * r.size > 1
+        for _, s, r in parameter_groups(layer_held(workload, plan, trained=True), plan)
     )
     reduced = 2.0 * BUCKET_BYTES if shared and workload.mode == "train" else 0.0
     # Send and receive buffers of the all-to-all.

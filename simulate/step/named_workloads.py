@@ -22,6 +22,7 @@ _NEEDS = {
     "q_lora": "kv_lora",
     "rope_dim": "kv_lora",
     "v_dim": "kv_lora",
+    "lora_targets": "lora_rank",
 }
 
 

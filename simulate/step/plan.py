@@ -77,8 +77,8 @@ class Plan:
             another micro-batch (DualPipe: DeepSeek-V3, 2024, section 3.2.1).
         reduce: Dtype in which gradients are reduced, ``bf16`` or ``f32``; empty for f32 if
             micro-batches accumulate and the model's dtype otherwise.
-        quantized_weights: Whether parameters are gathered as 8-bit operands of quantised products
-            (FP8 parameters of Transformer Engine); ``None`` if unspecified.
+        quantized_weights: Whether parameters are gathered, and frozen ones kept, as 8-bit operands
+            of quantised products (FP8 parameters of Transformer Engine); ``None`` if unspecified.
     """
 
     dp: int = 1
@@ -277,7 +277,7 @@ def idle_setting(workload: Workload, plan: Plan) -> str:
     """The setting that has no effect, and what it needs, as text; empty if all have an effect."""
     trains = workload.mode == "train"
     alone = plan.dp * plan.fsdp * plan.cp == 1
-    unused = not plan.stage or workload.product_bits != 8
+    unused = not (plan.stage or workload.lora_rank) or workload.product_bits != 8
     for key, idle, needs in (
         ("sp", plan.tp == 1 and not plan.sp, "tp above 1"),
         ("virtual", plan.pp == 1 and plan.virtual > 1, "pp above 1"),
@@ -286,7 +286,11 @@ def idle_setting(workload: Workload, plan: Plan) -> str:
         ("zero", not trains and plan.zero in (1, 2), "mode=train"),
         ("overlap", plan.devices == 1 and not plan.overlap, "several devices"),
         ("hide_experts", plan.ep == 1 and plan.hide_experts, "ep above 1"),
-        ("quantized_weights", plan.quantized_weights and unused, "fsdp or zero, and products=fp8"),
+        (
+            "quantized_weights",
+            plan.quantized_weights and unused,
+            "products=fp8 and fsdp, zero or lora_rank",
+        ),
         ("recompute", not trains and plan.recompute != "none", "mode=train"),
         ("offload", not trains and plan.offload != "none", "mode=train"),
         ("reduce", not trains and plan.reduce, "mode=train"),

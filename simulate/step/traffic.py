@@ -184,9 +184,10 @@ def tied_calls(workload: Workload, plan: Plan, stage: int) -> list[CommCall]:
     """All-reduce of tied weights, of which the first and the last stage hold a copy.
 
     Each has the gradients of its own use, which are added in the width of gradients once a step,
-    unsharded on every rank (Megatron-LM, ``finalize_model_grads``). Empty for other stages.
+    unsharded on every rank (Megatron-LM, ``finalize_model_grads``). Empty for other stages, and if
+    they are frozen.
     """
-    if not workload.tied or plan.pp == 1 or stage not in (0, plan.pp - 1):
+    if not workload.tied or workload.lora_rank or plan.pp == 1 or stage not in (0, plan.pp - 1):
         return []
     size = table_held(workload, plan).total * gradient_bytes(workload, plan)
     return [CommCall("tied", "all_reduce", size, plan.pipeline_ends)]
@@ -197,17 +198,24 @@ def local_parameters(held: Parameters, plan: Plan) -> float:
     return sum(count / shard.size for count, shard, _ in parameter_groups(held, plan))
 
 
-def layer_held(workload: Workload, plan: Plan) -> Parameters:
-    """Parameters of one layer on one device."""
+def layer_held(workload: Workload, plan: Plan, *, trained: bool = False) -> Parameters:
+    """Parameters of one layer on one device: all, or those that are trained.
+
+    Adapters count as split like the layers beside which they are.
+    """
+    adapters = workload.adapter_parameters / plan.tp
+    if trained and workload.lora_rank:
+        return Parameters(adapters)
     experts = workload.expert_parameters / plan.tp
     # Every rank routes its own tokens and holds the whole router.
     router = workload.d_model * workload.experts
     attention = workload.attention_parameters / plan.tp + experts * workload.shared_experts
     if not workload.experts:
-        return Parameters(attention + experts)
-    return Parameters(attention + router, experts * workload.experts / plan.ep)
+        return Parameters(attention + adapters + experts)
+    return Parameters(attention + adapters + router, experts * workload.experts / plan.ep)
 
 
-def table_held(workload: Workload, plan: Plan) -> Parameters:
-    """Parameters of the embedding, or of the head, on one device."""
-    return Parameters(workload.table_parameters / plan.tp)
+def table_held(workload: Workload, plan: Plan, *, trained: bool = False) -> Parameters:
+    """Parameters of the embedding, or of the head, on one device: all, or those trained."""
+    frozen = trained and workload.lora_rank
+    return Parameters(0.0 if frozen else workload.table_parameters / plan.tp)

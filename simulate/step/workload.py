@@ -20,6 +20,9 @@ MODES = ("train", "forward")
 #: copy of it, which do not use the asynchronous units of Hopper and later; scores in memory with a
 #: framework's fused softmax; scores in memory with XLA's kernels.
 ATTENTION = ("fused", "flash2", "eager", "naive")
+#: Linear layers with adapters: those of attention, or of the feed-forward as well (as
+#: ``all-linear`` of Hugging Face's PEFT).
+LORA_TARGETS = ("attention", "all-linear")
 #: Those that keep scores in memory.
 WRITTEN_OUT = ("eager", "naive")
 #: Aliases of settings, as the zoo names them.
@@ -27,7 +30,7 @@ ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "l
 #: Maximum sizes, beyond any model or step, so that a slip (``batch=1e12``) is reported instead of
 #: simulated.
 MOST = {"layers": 10_000, "d_model": 10**6, "d_ff": 10**7, "vocab": 10**8, "seq": 10**8,
-        "batch": 10**7, "heads": 10**5, "experts": 10**5}  # fmt: skip
+        "batch": 10**7, "heads": 10**5, "experts": 10**5, "lora_rank": 10**5}  # fmt: skip
 #: Above the error of a share of the layers as a binary number, and far below one layer.
 _ROUNDING = 1e-6
 
@@ -72,6 +75,9 @@ class Workload:
         v_dim: Width of a value head of MLA; 0 for ``head_dim``.
         positions: Whether learned positions are added to the embeddings.
         attention: One of :data:`ATTENTION`.
+        lora_rank: Rank of low-rank adapters beside linear layers, which alone are trained (Hu et
+            al., LoRA, ICLR 2022); 0 to train all parameters.
+        lora_targets: Layers that have adapters, one of :data:`LORA_TARGETS`.
         mode: ``train`` or ``forward``.
     """
 
@@ -107,6 +113,8 @@ class Workload:
     v_dim: int = 0
     positions: bool = False
     attention: str = "fused"
+    lora_rank: int = 0
+    lora_targets: str = "attention"
     mode: str = "train"
 
     def __post_init__(self) -> None:
@@ -139,7 +147,11 @@ class Workload:
                 where="workload",
                 hint="norm is rmsnorm or layernorm; head_share lies above 0 and up to 1",
             )
-        known = (("products", (*PRODUCTS, "")), ("attention", ATTENTION))
+        known = (
+            ("products", (*PRODUCTS, "")),
+            ("attention", ATTENTION),
+            ("lora_targets", LORA_TARGETS),
+        )
         for name, allowed in known:
             if getattr(self, name) not in allowed:
                 raise PlanError(
@@ -147,6 +159,13 @@ class Workload:
                     where="workload",
                     hint="one of " + ", ".join(filter(None, allowed)),
                 )
+        if self.lora_rank < 0 or (self.lora_rank and self.adapts_feed_forward and self.experts):
+            raise PlanError(
+                f"lora_rank={self.lora_rank}, lora_targets={self.lora_targets}",
+                where="workload",
+                hint="a rank is at least 0; adapters of experts are not simulated: "
+                "lora_targets=attention",
+            )
         if not self.head_dim and self.d_model % self.heads:
             raise PlanError(
                 f"d_model={self.d_model} is not a multiple of heads={self.heads}",
@@ -207,18 +226,38 @@ class Workload:
         return self.v_dim or self.head
 
     @property
+    def attention_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Widths of input and output of attention's linear layers; queries, keys, values are one.
+
+        With MLA they are products of low rank (DeepSeek-V2, 2024, section 2.1).
+        """
+        d, heads = self.d_model, self.heads
+        if not self.kv_lora:
+            return (d, self.head * (heads + 2 * self.groups)), (heads * self.head, d)
+        query = heads * (self.head + self.rope_dim)
+        queries = ((d, self.q_lora), (self.q_lora, query)) if self.q_lora else ((d, query),)
+        keys = (d, self.kv_lora + self.rope_dim)
+        values = (self.kv_lora, heads * (self.head + self.value))
+        return (*queries, keys, values, (heads * self.value, d))
+
+    @property
     def attention_parameters(self) -> int:
         """Parameters of a layer's attention, norms included."""
-        d, heads = self.d_model, self.heads
-        if self.kv_lora:
-            # DeepSeek-V2 (2024), section 2.1: low-rank products of queries, keys and values.
-            query = heads * (self.head + self.rope_dim)
-            queries = self.q_lora * (d + query) if self.q_lora else d * query
-            keys = d * (self.kv_lora + self.rope_dim)
-            values = self.kv_lora * heads * (self.head + self.value)
-            return queries + keys + values + heads * self.value * d + 2 * d
-        inner = self.head * (heads + 2 * self.groups)
-        return d * inner + heads * self.head * d + 2 * d
+        return sum(ahead * behind for ahead, behind in self.attention_sizes) + 2 * self.d_model
+
+    @property
+    def adapts_feed_forward(self) -> bool:
+        """Whether adapters are beside the linear layers of the feed-forward, too."""
+        return self.lora_targets == "all-linear"
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Parameters of a layer's adapters: two products of the rank beside each target."""
+        sizes = self.attention_sizes
+        if self.adapts_feed_forward:
+            wide = self.d_ff * (self.matrices - 1)
+            sizes = (*sizes, (self.d_model, wide), (self.d_ff, self.d_model))
+        return self.lora_rank * sum(ahead + behind for ahead, behind in sizes)
 
     @property
     def expert_parameters(self) -> int:
@@ -232,6 +271,7 @@ class Workload:
             self.attention_parameters
             + self.expert_parameters * (max(1, self.experts) + self.shared_experts)
             + self.d_model * self.experts
+            + self.adapter_parameters
         )
 
     @property
@@ -251,16 +291,22 @@ class Workload:
         tables += self.seq * self.d_model * self.positions
         return sum(w.layer_parameters for w in layer_kinds(self)) + tables + self.d_model
 
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that a step changes."""
+        adapters = sum(w.adapter_parameters for w in layer_kinds(self))
+        return adapters if self.lora_rank else self.parameters
+
     def model_flops(self) -> float:
         """Matrix FLOPs that a step needs, without recomputation.
 
         ``2`` per active parameter and token, and the two products of attention over visible pairs;
         twice as many again for the backward pass (Kaplan et al. 2020; Chowdhery et al., PaLM,
-        appendix B, which counts masked pairs as well).
+        appendix B, which counts masked pairs as well), once for frozen parameters.
         """
         tokens = float(self.batch) * self.seq
         products = self.table_parameters * self.head_share
-        attention = 0.0
+        attention = adapters = 0.0
         for layer in layer_kinds(self):
             active = max(1, layer.top_k) + layer.shared_experts
             experts = layer.expert_parameters * active + layer.d_model * layer.experts
@@ -268,8 +314,11 @@ class Workload:
             pairs = self.batch * layer.visible_pairs()
             width = float(layer.head + layer.rope_dim + layer.value)
             attention += attention_flops(1.0, layer.heads, pairs, width)
-        forward = 2.0 * products * tokens + attention
-        return forward * (3.0 if self.mode == "train" else 1.0)
+            adapters += layer.adapter_parameters
+        passes = 3.0 if self.mode == "train" else 1.0
+        trained = 2.0 * adapters * tokens + attention
+        frozen = min(passes, 2.0) if self.lora_rank else passes
+        return 2.0 * products * tokens * frozen + trained * passes
 
     def visible_pairs(self) -> float:
         """Pairs of a query and a visible key, in one sequence and layer."""

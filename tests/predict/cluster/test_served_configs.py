@@ -165,8 +165,15 @@ def test_newer_configs_list_their_blocks(tmp_path: Path) -> None:
     assert listed == served("NVIDIA-Nemotron-H-8B", tmp_path)
 
 
-@pytest.mark.parametrize("given", [{"dtype": "fp8"}, {"products": "nvfp4"}])
-def test_types_of_training_are_not_those_of_serving(given):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dtype": "fp8"}, "--weights fp8"),
+        ({"products": "nvfp4"}, "--weights fp8"),
+        ({"lora_rank": 16}, "merged into the weights"),
+    ],
+)
+def test_types_of_training_are_not_those_of_serving(given, says):
     """Weights in bf16 were served, whatever was asked for."""
-    with pytest.raises(PlanError, match=r"changes nothing in serving.*--weights fp8"):
+    with pytest.raises(PlanError, match=rf"changes nothing in serving.*{says}"):
         served_by_name("llama-3-8b", given, Formats())
