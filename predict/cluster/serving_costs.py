@@ -135,6 +135,7 @@ class ServingCosts:
         self.parts = plan.dp * plan.pp
         self.decoding = Decoding()
         self._weights = np.ones(len(CLASSES))
+        self._of_host, self._of_device = _OF_HOST, _OF_DEVICE
         share = ceil((most_tokens + most_batch) / self.parts)
         tokens = _grid(1, max(2, share, min(most_tokens, longest)), _POINTS)
         batches = _grid(1, max(2, ceil(most_batch / self.parts)), _POINTS)
@@ -163,6 +164,7 @@ class ServingCosts:
         """Return a copy with another decoding method and weights of the cost classes."""
         other = copy(self)
         other.decoding, other._weights = decoding, weights
+        other._of_host, other._of_device = _OF_HOST * weights, _OF_DEVICE * weights
         return other
 
     def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
@@ -210,10 +212,9 @@ class ServingCosts:
         """
         if not (launched or ahead):
             return costs
-        seconds = costs * self._weights
         launching = launched * self._launches
-        hosts = launching * self._weights[_AT["launch"]] + ahead * (seconds @ _OF_HOST)
-        if hosts > seconds @ _OF_DEVICE:
+        hosts = launching * self._weights[_AT["launch"]] + ahead * (costs @ self._of_host)
+        if hosts > costs @ self._of_device:
             costs[_LAUNCHED] = 0.0
             costs[_AT["launch"]] = launching
         elif ahead:

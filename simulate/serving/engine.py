@@ -89,6 +89,9 @@ class Engine:
         self.iterations = self.evicted = self.largest_batch = self.largest_cache = 0
         self.hit_tokens = 0
         self._next_end: float | None = None
+        #: Sequences and cached tokens, and costs of decoding passes from there by their number.
+        self._state = (0, 0.0)
+        self._decodings: dict[int, np.ndarray] = {}
 
     @property
     def busy(self) -> bool:
@@ -312,8 +315,17 @@ class Engine:
         self.batch += 1
         self.cached += size
 
+    def _passes(self, steps: int) -> np.ndarray:
+        """Costs of the next decoding passes; while nothing else runs, they are asked for again."""
+        state = self.batch, self.cached
+        if state != self._state:
+            self._state, self._decodings = state, {}
+        if steps not in self._decodings:
+            self._decodings[steps] = self.costs.decode(*state, steps)
+        return self._decodings[steps]
+
     def _seconds(self, steps: int) -> float:
-        return float(self.costs.decode(self.batch, self.cached, steps) @ self.weights)
+        return float(self._passes(steps) @ self.weights)
 
     def _decode(self, until: float) -> None:
         steps = self.taken.most_steps(self.batch, self.ends[0][0] - self.step_count)
@@ -330,7 +342,7 @@ class Engine:
             self.held += steps
         else:
             self.unchecked %= self.policy.poll
-        self._advance(self.costs.decode(self.batch, self.cached, steps), steps)
+        self._advance(self._passes(steps), steps)
         self.largest_batch = max(self.largest_batch, self.batch)
         self._record(self.batch, self.batch, steps, 0)
         self._steps(steps)
@@ -356,9 +368,10 @@ class Engine:
 
     def _steps_until(self, gap: float, most: int) -> int:
         """Number of passes, at most ``most``, that last at least ``gap`` seconds."""
-        whole, one = self._seconds(most), self._seconds(1)
+        whole = self._seconds(most)
         if whole <= gap:
             return most
+        one = self._seconds(1)
         # The time of a pass grows by a constant: n (one + (n - 1) growth / 2).
         growth = max(0.0, 2.0 * (whole / most - one) / (most - 1))
         base = one - growth / 2.0
