@@ -174,16 +174,13 @@ class ServingPredictor:
             ends, spans = self._tied(found, tier, queued)
             # Lock-step alone is no saturation.
             full = why_waiting(drift[1] if drift else found) if waits(load, run) else ""
-        # First tokens of requests that drift apart come as early as those of the spread load.
-        early = self._tied(drift[1], tier, drift[1].queued)[0][:1] if drift else []
         figures = {}
         for metric in METRICS:
             for level in ("mean", "std", *LEVELS):
-                more = early if metric == "ttft" and level != "std" else []
-                own = [each.figure(metric, level) for each in (seen, *ends, *more)]
+                own = [each.figure(metric, level) for each in (seen, *ends)]
                 name = f"p{level}" if isinstance(level, int) else level
                 figures[f"{metric}/{name}"] = Interval.outer(own)
-        good = [each.good(slo) for each in (seen, *ends, *early)]
+        good = [each.good(slo) for each in (seen, *ends)]
         spent = Interval.outer(spans)
         requests, tokens = (
             Interval(total / spent.value, total / spent.hi, total / spent.lo)
@@ -362,8 +359,7 @@ def _drift_note(drift: tuple[str, Simulated] | None) -> tuple[str, ...]:
     option, loose = drift
     mean = loose.seen.figure("ttft", "mean")
     return (
-        "requests of a closed loop with (nearly) equal output lengths start and end together in "
-        "the simulation, while those of real clients drift apart, so the predicted time to the "
-        f"first token is too long: with {option} it is {duration(mean * 1e6)} on average, which "
-        "its lower bounds allow for",
+        "requests of a closed loop with (nearly) equal output lengths start and end together, as "
+        "in benchmarks with fixed lengths, and wait for each other's prompts; where lengths vary "
+        f"as with {option}, the time to the first token is {duration(mean * 1e6)} on average",
     )

@@ -396,7 +396,7 @@ def test_planning_says_what_does_not_fit():
     )
     # The note that simulate-serving has on loads in lock-step.
     full = planned("2", "--load", "concurrency=16,prompt=256,output=128,count=64")
-    assert "while those of real clients drift apart" in full.output
+    assert "as in benchmarks with fixed lengths, and wait" in full.output
 
 
 def test_planning_takes_what_serving_takes():

@@ -23,6 +23,7 @@ from opcast.predict.cluster.deployment import Workers
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_case import EngineOptions
 from opcast.predict.cluster.serving_engine import engine_memory
+from opcast.predict.cluster.serving_run import drifted
 from opcast.predict.cluster.serving_table import (
     ServingRow,
     serving_row,
@@ -430,6 +431,23 @@ def test_the_command_gives_the_number_of_published_rows(tmp_path: Path, count: i
     plain = [row is not None and row.deployment.model.recurrence is None for row in rows]
     assert sum(plain) > 0.6 * count
     compare_with_commands(asked[plain].reset_index(drop=True), tmp_path, OPERATOR_MODEL)
+
+
+@published
+def test_benchmarks_with_equal_lengths_stay_in_lock_step() -> None:
+    """Requests wait for each other's prompts, which loads of varying lengths hardly do."""
+    own = read_cases(TABLE, "serving").set_index("id", drop=False)
+    rows = read_rows(own.loc[["aicd-00050", "aicd-00065", "aicd-00271"]], serving_row)[0]
+    predictor = ServingPredictor(load_serving_operators(), ServingModel.find())
+    for row in rows:
+        assert row is not None
+        fixed = predictor.simulate(row.deployment, row.spec)
+        spread = drifted(fixed.load, row.spec.seed)
+        assert spread is not None
+        loose = predictor.simulate(row.deployment, row.spec, spread[1])
+        waits = [found.seen.figure("ttft", "mean") * 1e3 for found in (fixed, loose)]
+        measured = row.measured["ttft_ms"]
+        assert waits[0] == pytest.approx(measured, rel=0.2) and waits[1] < 0.75 * measured, row.id
 
 
 @published

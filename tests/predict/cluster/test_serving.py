@@ -199,8 +199,8 @@ def test_closed_loops_with_equal_outputs_say_that_they_stay_in_step() -> None:
     ):
         found = asked(prompt, output)
         (note,) = [note for note in found.notes if "equal output lengths" in note]
-        assert "with --output uniform:400:600 it is" in note
-        # The drifted loop is not saturated, so real clients do not wait either.
+        assert "as with --output uniform:400:600, the time to the first token is" in note
+        # The drifted loop is not saturated: the engines keep up.
         assert not any("saturated" in own for own in found.notes)
     stuck, loose = asked("uniform:900:1100", "500"), asked("uniform:900:1100", "uniform:400:600")
     assert loose.figures["ttft/mean"].value < 0.5 * stuck.figures["ttft/mean"].value
@@ -208,10 +208,6 @@ def test_closed_loops_with_equal_outputs_say_that_they_stay_in_step() -> None:
     # The burst at the start alone waits, and decides the mean; half of the others hardly do.
     assert loose.queued > 0.5
     assert not any("saturated" in note for note in loose.notes)
-    # The estimate stays, and the lower bound is that of the loop that drifts apart.
-    for level in ("mean", "p50"):
-        fixed, free = (found.figures[f"ttft/{level}"] for found in (stuck, loose))
-        assert fixed.lo == pytest.approx(free.lo, rel=0.1) and fixed.lo < free.value < fixed.value
     # One engine that takes 16 at a time leaves 48 of 64 in its queue, whatever the lengths.
     full = replace(PLAIN, options=EngineOptions(max_batch=16))
     spec = LoadSpec(prompt="uniform:900:1100", output="uniform:400:600", concurrency=64, count=640)
