@@ -16,6 +16,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.program import DTYPE_BITS
 from ...features.operators.op import ABSORBED, DISPATCHED, EXPANDED, Op
 from ...models.operators import OpModel
+from ...simulate.serving.forward import ROUTING_SKEW
 from ...simulate.serving.policies import framework_defaults
 from ..locate import load_operators
 from .prices import REACH, Reach, Row, arithmetic_share, price, weight_only
@@ -31,8 +32,8 @@ FAMILIES = (
     "graph/generation_mla",
     "graph/moe",
 )
-#: Distribution of tokens over experts in the tables, as in serving runs (``ROUTING_SKEW``).
-ROUTING = "power_law_1.2"
+#: Distribution of tokens over experts in the tables, as in serving runs.
+ROUTING = f"power_law_{ROUTING_SKEW}"
 #: Captured graphs are replayed, so the roofline's fixed cost of a kernel is its wait for the next
 #: one, not a launch: as for the tables' memory passes, half of a graph-timed product's 5200 cycles
 #: (docs/operators.md).
@@ -125,8 +126,7 @@ class ServingLatency:
         own = _kernels()
         for name in (dtype, own.stands_for.get(dtype, dtype)):
             for backend in (self.backend, *own.stand_ins):
-                if name in table[backend]:
-                    kernel = self._of(table[backend][name])
+                if kernel := self._of(table[backend].get(name, "")):
                     return backend, kernel, self._of(own.formats.get(name, name))
         return None
 

@@ -20,9 +20,6 @@ from ..step.workload import Workload
 from .served import STATE_BYTES, EnginePlan, ServedModel, kinds_of
 from .token_exchange import EXPERT_SKEW, Links, busiest, exchange_seconds, row_bytes
 
-#: Latent width of keys and values, width of the rotary part, and head widths of latent attention in
-#: prefill: the same in all published models (DeepSeek-V2 and -V3, Kimi K2).
-LATENT, ROTATED, MLA_HEAD, MLA_VALUE = 512, 64, 192, 128
 #: Exponent of the power law of expert loads: a batch of 16 to 64 tokens reaches half as many
 #: experts as balanced routing would, as measured times per output token of gpt-oss under vLLM show.
 ROUTING_SKEW = 1.2
@@ -97,7 +94,7 @@ def prefill_ops(
         heads, groups = _heads(layer, plan)
         total = past + tokens
         if layer.kv_lora:
-            op = _latent(sequences, heads, tokens, total, model.cache)
+            op = _latent(layer, heads, sequences, tokens, total, model.cache)
         else:
             shape = (sequences, heads, groups, layer.head, layer.value, tokens, total, 1)
             window = layer.window if layer.window < total else 0
@@ -113,7 +110,7 @@ def decode_ops(model: ServedModel, plan: EnginePlan, batch: int, length: int) ->
         heads, groups = _heads(layer, plan)
         seen = min(length, layer.window) if layer.window else length
         if layer.kv_lora:
-            op = _latent(batch, heads, 1, seen, model.cache)
+            op = _latent(layer, heads, batch, 1, seen, model.cache)
         else:
             shape = (batch, heads, groups, layer.head, layer.value, 1, seen, 1)
             op = Op("attention", shape, cache=model.cache)
@@ -211,12 +208,13 @@ def _heads(layer: Workload, plan: EnginePlan) -> tuple[int, int]:
     return heads, min(heads, max(1, ceil(layer.groups / plan.tp)))
 
 
-def _latent(batch: int, heads: int, queries: int, keys: int, cache: str) -> Op:
+def _latent(layer: Workload, heads: int, batch: int, queries: int, keys: int, cache: str) -> Op:
     """Latent attention: absorbed for a single query, else expanded to the keys of each head."""
+    latent, rotated = layer.kv_lora, layer.rope_dim
     if queries == 1:
-        shape = (batch, heads, 1, LATENT + ROTATED, LATENT, 1, keys, 1)
+        shape = (batch, heads, 1, latent + rotated, latent, 1, keys, 1)
         return Op("attention", shape, variant=ABSORBED, cache=cache)
-    shape = (batch, heads, heads, MLA_HEAD, MLA_VALUE, queries, keys, 1)
+    shape = (batch, heads, heads, layer.head + rotated, layer.value, queries, keys, 1)
     return Op("attention", shape, variant=EXPANDED, cache=cache)
 
 

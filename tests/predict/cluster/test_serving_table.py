@@ -24,7 +24,7 @@ from opcast.predict.cluster.serving_table import (
     serving_rows,
 )
 from opcast.simulate.serving.checkpoints import served_by_name
-from opcast.simulate.serving.forward import decode_ops
+from opcast.simulate.serving.forward import decode_ops, prefill_ops
 from opcast.simulate.serving.load import Load
 from opcast.simulate.serving.policies import Policy
 from opcast.simulate.serving.served import EnginePlan, Formats, format_in
@@ -385,6 +385,18 @@ def test_sparse_attention_reads_the_keys_that_its_indexer_chooses() -> None:
     plan = EnginePlan()
     near, far = (decode_ops(model, plan, 4, n)[0][0].sizes()["kv_len"] for n in (1024, 8192))
     assert (near, far) == (1024, 2048)
+
+
+def test_latent_attention_has_the_widths_of_its_model() -> None:
+    """GLM-5's heads are 192 + 64 and 256 wide in prefill, those of DeepSeek-V3 192 and 128."""
+    plan, widths = EnginePlan(), {}
+    for name in ("glm-5", "deepseek-v3"):
+        model = served_by_name(name, {}, Formats())
+        (prompt, _), *_ = prefill_ops(model, plan, 1, 512, 0)
+        (token, _), *_ = decode_ops(model, plan, 1, 512)
+        widths[name] = [own.shape[3:5] for own in (prompt, token)]
+    assert widths["glm-5"] == [(256, 256), (576, 512)]
+    assert widths["deepseek-v3"] == [(192, 128), (576, 512)]
 
 
 @pytest.mark.parametrize(
