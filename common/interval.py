@@ -76,6 +76,23 @@ class Interval(NamedTuple):
         return self.value * exp(abs(log(end / self.value)) * away)
 
 
+def combined_spread(ends: np.ndarray, rho: float) -> tuple[float, float]:
+    """Return the half-widths of a sum whose terms have errors with pairwise correlation ``rho``.
+
+    Args:
+        ends: Half-widths of the terms downwards and upwards, shape ``(n, 2)``.
+        rho: 0 for independent errors (root of the sum of squares), 1 for a common error (sum).
+
+    Returns:
+        ``sqrt((1 - rho) · sum of squares + rho · square of the sum)``, downwards and upwards.
+    """
+    # Variance of a sum of equicorrelated terms, sum_i s_i^2 + rho sum_{i != j} s_i s_j, rearranged.
+    # Half-widths may replace standard deviations, since all have the same coverage.
+    apart, together = (ends**2).sum(axis=0), ends.sum(axis=0) ** 2
+    both = np.sqrt((1.0 - rho) * apart + rho * together)
+    return float(both[0]), float(both[1])
+
+
 class InSeconds:
     """Comparisons of a result with seconds, as in ``prediction < 5e-3``, and ``float()``.
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..common.interval import Interval
+from ..common.interval import Interval, combined_spread
 from ..features.ir.untrusted import well_formed
-from .cluster.spread import combined_spread
 from .matched_kernels import (
     MovedLines,
     Piece,

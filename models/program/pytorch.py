@@ -44,8 +44,6 @@ _LEADING = 3.0
 #: First release with kernels like those of recent ones, by platform.
 _RECENT = {"gpu": (2, 0), "cpu": (2, 4)}
 
-#: Classes of cost, and prior deviations of their effects.
-
 #: Classes of cost, and deviations of the effects on them.
 _EFFECTS = own_data("models/program/pytorch.yaml")
 

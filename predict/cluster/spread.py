@@ -18,12 +18,12 @@ from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
 from ..operator.step_operators import OperatorLatency
 
-#: Correlation between the errors of one step's operators: 0 if errors cancel, 1 if the model is off
-#: by the same factor everywhere. Engineering estimate.
+#: Correlation between the errors of operators in the parts of a step and in models of PyTorch: 0 if
+#: errors cancel, 1 if the model is off by the same factor everywhere. Engineering estimate.
 RHO = 0.45
-#: Relative half-width for errors of the composition: gaps between kernels, framework overhead, and
-#: overlap that the formulas do not model. Engineering estimate; no measured step on a cluster was
-#: available to fit it.
+#: Relative half-width for errors of the composition of programs that several devices run: gaps
+#: between kernels, and overlap that the formulas do not model. Engineering estimate: steps have
+#: measured intervals (:func:`step_interval`), partitioned programs of one's own have none.
 COMPOSITION_ERROR = 0.08
 #: Change of the logarithm of a cost class by which a step's sensitivity to it is computed.
 _STEP = 0.2
@@ -31,23 +31,6 @@ _STEP = 0.2
 _WAITS = ("inside", "between", "launch", "collective", "hop")
 #: Scopes of operator estimates whose errors are not covered by measured steps of other chips.
 _UNKNOWN = ("unseen", "roofline")
-
-
-def combined_spread(ends: np.ndarray, rho: float) -> tuple[float, float]:
-    """Return the half-widths of a sum whose terms have errors with pairwise correlation ``rho``.
-
-    Args:
-        ends: Half-widths of the terms downwards and upwards, shape ``(n, 2)``.
-        rho: 0 for independent errors (root of the sum of squares), 1 for a common error (sum).
-
-    Returns:
-        ``sqrt((1 - rho) · sum of squares + rho · square of the sum)``, downwards and upwards.
-    """
-    # Variance of a sum of equicorrelated terms, sum_i s_i^2 + rho sum_{i != j} s_i s_j, rearranged.
-    # Half-widths may replace standard deviations, since all have the same coverage.
-    apart, together = (ends**2).sum(axis=0), ends.sum(axis=0) ** 2
-    both = np.sqrt((1.0 - rho) * apart + rho * together)
-    return float(both[0]), float(both[1])
 
 
 def sensitivities(

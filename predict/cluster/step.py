@@ -183,10 +183,9 @@ class StepPrediction:
                 "framework is assumed"
             )
         # A note on less than half of the time would only distract.
-        unknown = sum(v for k, v in self.scopes.items() if k == "roofline")
-        if unknown > 0.5:
+        if self.scopes.get("roofline", 0.0) > 0.5:
             notes.append(f"operator times are rooflines of {self.device}, not a fitted model")
-        elif sum(v for k, v in self.scopes.items() if k == "unseen") > 0.5:
+        elif self.scopes.get("unseen", 0.0) > 0.5:
             notes.append(f"the model was not fitted to {self.device}: calibrate it with samples")
         return [*notes, *self.described]
 

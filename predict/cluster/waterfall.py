@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...common.interval import combined_spread
 from ...features.operators.op import Op
 from ...models.effects import WHOLE
 from ...models.steps.effects import FIELDS, PRIOR, EffectTable, StepContext
@@ -17,7 +18,7 @@ from ...simulate.step.compose import StepTime, step_time
 from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
-from .spread import RHO, combined_spread
+from .spread import RHO
 
 #: Names of the terms; the first four are the operator classes.
 NAMES = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...common.errors import ProgramError
-from ...common.interval import LEAST_SHARE, InSeconds, latency_fields
+from ...common.interval import LEAST_SHARE, InSeconds, combined_spread, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
@@ -32,7 +32,7 @@ from ...models.program.pytorch import (
 from ...models.steps.effects import device_context
 from ...models.steps.model import StepModel
 from ...models.trust.calibrator import Ends
-from ..cluster.spread import RHO, combined_spread
+from ..cluster.spread import RHO
 from ..devices import generation_note
 from ..groups import Group, grouped
 from ..published.composition import RHO as RHO_ALONE

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ..cluster.spread import combined_spread
+from ...common.interval import combined_spread
 from ..operator.prices import kernel_us
 from .graph_program import GraphProgram, graph_programs
 from .opgraph import COLLECTIVES

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError
+from opcast.common.interval import combined_spread
 from opcast.models.operators import OpModel
-from opcast.predict.cluster.spread import combined_spread
 from opcast.predict.operator.prices import KERNEL_US, kernel_us
 from opcast.predict.published.composition import (
     BUCKET_BYTES,
