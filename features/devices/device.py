@@ -18,6 +18,7 @@ from ...common.errors import DeviceError
 from ...common.files import parse_json
 from ...common.types import JsonObject
 from ..ir.program import DTYPE_BITS, DTYPES, REDUCED
+from .rules import Architecture, makers, rules_of
 
 #: Default bytes/s in one direction to the host: PCI Express 4.0 x16, 16 GT/s x 16 lanes / 8 bits
 #: (31.5 GB/s after 128b/130b encoding), rounded as in data sheets.
@@ -126,9 +127,18 @@ class DeviceSpec:
         This holds for NVIDIA's GPUs and for vendors without measurements. Libraries of the other
         measured vendors start more slowly and reach less, which is not assumed of an unknown one.
         """
-        # Rules of generations are read from a file, which a mere description does not need.
-        makers: frozenset[str] = import_module(".rules", __package__).makers()
-        return self.platform == "gpu" and (self.vendor == "NVIDIA" or self.vendor not in makers)
+        known = makers()
+        return self.platform == "gpu" and (self.vendor == "NVIDIA" or self.vendor not in known)
+
+    @property
+    def rules(self) -> Architecture:
+        """Rules of its generation, or of its platform if the generation is not listed."""
+        return rules_of(self.architecture, self.platform)
+
+    @property
+    def line(self) -> str:
+        """Its generation, or the one that this revises: both have the same kernels."""
+        return self.rules.revises or self.architecture
 
     @property
     def dies(self) -> int:

@@ -69,6 +69,20 @@ class Architecture:
         f32_joules: Energy of an FP32 operation; 0 if none was derived from a chip of its process.
         revises: Generation that its chips revise, with other rates of some units; empty for a new
             design.
+        asynchronous: Whether copies and matrix instructions are asynchronous, for which libraries
+            have dedicated attention kernels: data-centre chips from Hopper on.
+        warp_groups: Whether products are those of four warps, which read an operand from registers
+            (``wgmma``, PTX ISA): FlashAttention 3 is written for them (Shah et al., 2024).
+        paired_cores: Whether two cores share a tile's operands, each holding half of one of them
+            (``tcgen05`` with ``cta_group::2``, PTX ISA); TensorRT-LLM generates attention kernels
+            for such chips, which other libraries call through FlashInfer ("trtllm-gen").
+        fast_exponentials: Whether the special-function units are twice as wide.
+        whole_keys: Whether TensorRT-LLM's grouped decode does not split the keys of an fp8 cache.
+        untuned_convolutions: Whether MIOpen's kernels were written for earlier chips: they do not
+            pair vector instructions, multiply 16-bit numbers at half the rate of the newest matrix
+            instructions (CDNA 3 instruction set), and include no single-kernel implicit product,
+            which wins no row of MI300X but a third of those of MI250X.
+        ample_power: Whether products never reach the power limit.
     """
 
     # Defaults are typical of the generations in the file; each row lists only deviations.
@@ -83,6 +97,13 @@ class Architecture:
     f32_joules: float = 0.0
     vendor: str = "NVIDIA"
     revises: str = ""
+    asynchronous: bool = False
+    warp_groups: bool = False
+    paired_cores: bool = False
+    fast_exponentials: bool = False
+    whole_keys: bool = False
+    untuned_convolutions: bool = False
+    ample_power: bool = False
 
 
 #: Rules for a GPU of unknown generation.

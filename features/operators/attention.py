@@ -212,7 +212,7 @@ def _width(work: Attention) -> np.ndarray:
 
 def _lanes(table: OpTable) -> np.ndarray:
     """Return the special-function lanes per core, shape ``(n,)``."""
-    ultra = table.is_on(lambda device: device.architecture == "blackwell-ultra")
+    ultra = table.is_on(lambda device: device.rules.fast_exponentials)
     return np.where(ultra, FIT.exponentials_ultra, FIT.exponentials)
 
 

@@ -14,17 +14,9 @@ from .columns import OpTable
 from .machine import Machine
 from .physics import fitted
 
-#: Architectures for which libraries have dedicated attention kernels, which use the asynchronous
-#: copies and matrix instructions of data-centre chips from Hopper on.
-MADE_FOR = ("hopper", "blackwell", "blackwell-ultra")
-#: Architectures for which TensorRT-LLM generates kernels, which other libraries call through
-#: FlashInfer ("trtllm-gen": ``trtllm_mha`` and ``trtllm_mla`` in SGLang).
-GENERATED = ("blackwell", "blackwell-ultra")
 #: Classes of TensorRT-LLM's dedicated kernels, and of all its kernels.
 MADE = ("trt-made", "trt-generated")
 TENSORRT = ("trt", *MADE)
-#: Architectures on which TensorRT-LLM's grouped decode does not split the keys of an fp8 cache.
-WHOLE_KEYS = ("blackwell-gb20x",)
 
 
 class AttentionKernel(NamedTuple):
@@ -70,13 +62,13 @@ class RowKernels:
         """Classify the rows of a table."""
         heads, groups = table.numbers("q_heads", "kv_heads")
         repeat = heads / groups
-        made = table.is_on(lambda d: d.architecture in MADE_FOR)
+        made = table.is_on(lambda d: d.rules.asynchronous)
         names_made = table.mentions("kernel", "trtllm")
         flashinfer = table.mentions("kernel", "flashinfer", "fiprefill", "fidecode")
         # On data-centre Blackwell, vLLM's FlashInfer calls TensorRT-LLM's kernels unasked
         # (use_trtllm_attention in its source), unless the name states which kernel it chose.
         vllm = table.is_("backend", "vllm")
-        blackwell = table.is_on(lambda d: d.architecture in GENERATED)
+        blackwell = table.is_on(lambda d: d.rules.paired_cores)
         said = table.mentions("kernel", "fiprefill", "fidecode")
         names_made |= vllm & flashinfer & blackwell & ~said
         # TensorRT-LLM can call FlashInfer's kernels; their name then shows it.
@@ -88,7 +80,7 @@ class RowKernels:
         third &= ~sglang | made
         # vLLM uses FlashAttention 3 by default on Hopper only (get_flash_attn_version in its
         # source); releases before 0.24 do not name it.
-        hopper = table.is_on(lambda d: d.architecture == "hopper")
+        hopper = table.is_on(lambda d: d.rules.warp_groups)
         third |= flash & hopper & vllm & ~table.mentions("kernel", "fa2")
         plain = table.is_("backend", "sglang") & (repeat < 4) & ~table.is_("kv_dtype", "fp8")
         rules = (
@@ -106,7 +98,7 @@ class RowKernels:
         codes = [_ORDER.index(name) for name, _ in rules]
         self.code = np.select(conditions, codes, _ORDER.index("other"))
         self.made = made
-        self.whole_keys = table.is_on(lambda d: d.architecture in WHOLE_KEYS)
+        self.whole_keys = table.is_on(lambda d: d.rules.whole_keys)
         self.foreign = table.is_on(lambda d: not d.runs_cuda)
 
     def __call__(self, cost: str) -> np.ndarray:

@@ -45,11 +45,6 @@ DIRECTIONS = ("fwd", "bwd_data", "bwd_weights")
 #: Fast Algorithms for Convolutional Neural Networks, 2016): kernels with larger tiles save a factor
 #: of 4.
 WINOGRAD_SAVING = 4.0
-#: Architectures newer than those that MIOpen's kernels were written for: the kernels do not pair
-#: vector instructions, multiply 16-bit numbers at half the rate of the newest matrix instructions
-#: (CDNA 3 instruction set), and include no single-kernel implicit product, which wins no row of
-#: MI300X but a third of those of MI250X.
-LATER = ("cdna3", "cdna4")
 #: Exponent of the soft minimum over algorithms; sharp, because only one of them runs.
 _SHARPNESS = 6.0
 
@@ -291,7 +286,7 @@ def _ways(
     flat = numbers["ndim"] < 3
     dense = one.groups == 1
     plain = (one.taps == 1) & (one.steps == 1)
-    early = table.is_on(lambda device: device.architecture not in LATER)
+    early = table.is_on(lambda device: not device.rules.untuned_convolutions)
     turn = 2 * images / mc.bandwidth
     columns = table.activation_bytes * one.groups * one.cin * one.taps * one.outside * one.batch
     summing = direction["bwd_weights"]
@@ -335,7 +330,7 @@ def _ways(
 
 def _vector_rate(table: OpTable) -> np.ndarray:
     """Return the FLOP/s of the vector unit without paired instructions, shape ``(n,)``."""
-    paired = table.is_on(lambda device: device.architecture in LATER)
+    paired = table.is_on(lambda device: device.rules.untuned_convolutions)
     return np.asarray(table.vector_peak() / (1 + paired))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from ..devices.device import DeviceSpec
-from .attention_kernels import GENERATED
 from .columns import OpTable
 from .library_tiles import library_tiles
 from .machine import Machine
@@ -361,7 +360,7 @@ def _generated(table: OpTable) -> np.ndarray:
     TensorRT-LLM uses them for 4-bit experts with 8-bit activations and when tuned for latency;
     other libraries call them through FlashInfer.
     """
-    chip = table.is_on(lambda device: device.architecture in GENERATED)
+    chip = table.is_on(lambda device: device.rules.paired_cores)
     narrow = table.is_("backend", "trtllm") & table.is_("dtype", "w4a8_mxfp4_mxfp8")
     return np.asarray(
         chip & (table.mentions("kernel", "min_latency", "flashinfer_trtllm") | narrow)

@@ -22,7 +22,7 @@ from ..devices.device import DeviceSpec
 from .columns import OpTable
 from .machine import Machine
 from .physics import fitted
-from .tiles import LIBRARY_DEPTH, PAIRED, SIDES, SPLITS, Sizes
+from .tiles import LIBRARY_DEPTH, SIDES, SPLITS, Sizes
 
 FIT = fitted("library_tiles")
 
@@ -101,7 +101,7 @@ def library_tiles(table: OpTable, size: Sizes, peak: np.ndarray, machine: Machin
     code, named = table.rows.combined(("dtype", "backend"))
     kinds = [(Kernels.of(*names, pairs), pairs) for names in named for pairs in (False, True)]
     menu = list(dict.fromkeys(kinds))
-    paired = table.is_on(lambda device: device.architecture in PAIRED)
+    paired = table.is_on(lambda device: device.rules.paired_cores)
     # Only the combinations of kernels and pairing that occur are evaluated.
     place = np.array([menu.index(kind) for kind in kinds], np.intp)[2 * code + paired]
     found = np.empty((len(Tiling._fields), len(table)))

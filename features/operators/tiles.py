@@ -155,9 +155,6 @@ AUTOTUNED_TILES = (
 #: Side of a square tile: a reduction is split only if the result has fewer such tiles than half the
 #: cores. On H100 and MI300X no larger result looks split.
 SPARSE_TILE = 64
-#: Architectures on which two cores share a tile's operands, each holding half of one of them
-#: (tcgen05 with ``cta_group::2``, PTX ISA): a core has a tile of 128 × 256 and receives 128 + 128.
-PAIRED = ("blackwell", "blackwell-ultra")
 
 
 def autotuned_tiles(
@@ -190,8 +187,9 @@ def autotuned_tiles(
     """
     b, m, n, k = size
     width, out = table.activation_bytes, np.maximum(table.activation_bytes, 2.0)
-    paired = table.is_on(lambda d: d.architecture in PAIRED)
-    hopper = table.is_on(lambda d: d.architecture == "hopper")
+    # A core of a pair has a tile of 128 × 256 and receives 128 + 128.
+    paired = table.is_on(lambda d: d.rules.paired_cores)
+    hopper = table.is_on(lambda d: d.rules.warp_groups)
     other = table.is_on(lambda d: d.vendor.upper() == "AMD")
     ingress = np.where(
         hopper & table.is_("dtype", "tf32"), AUTOTUNED.by_registers, AUTOTUNED.ingress

@@ -14,7 +14,6 @@ import pandas as pd
 
 from ...features.devices.device import DeviceSpec
 from ...features.operators import op_features
-from ...features.operators.attention_kernels import GENERATED
 from ..core.base import KernelPrediction
 from ..operators.prediction import FamilyPrediction
 from .operator_library import widened
@@ -22,9 +21,6 @@ from .operator_library import widened
 #: Kernels of TensorRT-LLM, which stand in for cuDNN's on Blackwell: both are written for it, unlike
 #: FlashAttention 2, which vLLM's rows there use.
 _TRTLLM = {"backend": "trtllm", "kernel": "torch_flow", "dtype": "bf16", "kv_dtype": "bf16"}
-#: Architectures that FlashAttention-3 is written for (Shah et al., 2024): it relies on Hopper's
-#: asynchronous matrix instructions and copies, so every other GPU runs FlashAttention-2.
-_FA3 = ("hopper",)
 #: Ending of the names of FlashAttention 2's kernels.
 _FA2 = "fa2"
 #: Family of causal attention with many queries, whose rows also write keys and values to a cache.
@@ -59,7 +55,7 @@ def attention_key(sizes: Mapping[str, int]) -> str:
 
 def flash_attention(sizes: Mapping[str, int], device: DeviceSpec) -> dict[str, str]:
     """Columns that name the kernel of a framework built on FlashAttention."""
-    version = "fa3" if device.architecture in _FA3 else _FA2
+    version = "fa3" if device.rules.warp_groups else _FA2
     # vLLM's vision towers have a separate kernel for attention without a mask; the names are those
     # of the published rows.
     name = "vllm_flash_attn" if sizes["causal"] else "vllm_vit_flash_attn"
@@ -75,7 +71,7 @@ def fused_attention(sizes: Mapping[str, int], device: DeviceSpec) -> dict[str, s
     it within 34 %, TensorRT-LLM's within 58 %. Older chips run FlashAttention 2, or cuDNN kernels
     with the same instructions.
     """
-    if device.architecture in GENERATED:
+    if device.rules.paired_cores:
         return _TRTLLM
     own = flash_attention(sizes, device)
     return {**own, "dtype": "fp16", "kv_dtype": "fp16"} if lacks_bf16(device) else own

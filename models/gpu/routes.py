@@ -50,11 +50,6 @@ LONG_ROWS = fitted("passes").long_rows
 #: 128,256 and more leave no room for more than a stream (docs/gpu.md).
 LONGEST_ROW = 16_384
 
-#: AMD generations without direct kernels for depthwise filter gradients in MIOpen. These are closer
-#: to products with one column per group: the median error on 60 rows of the MI300X
-#: (published-kernels pack, MIOpen of 2023 and 2024) is 85 % this way and 97 % as direct kernels;
-#: on MI100 to MI250X it is 340 to 440 % this way and 44 to 52 % as direct kernels.
-_FILTERS_AS_PRODUCTS = ("cdna3", "cdna4")
 #: Share of long rows in the bytes of passes above which a note mentions them.
 _MUCH = 0.2
 _PRODUCTS = {PRODUCT: "a product", CONV: "a convolution, a product of"}
@@ -96,7 +91,11 @@ def describe(kernels: Sequence[Kernel], device: DeviceSpec) -> Described:
     library = {i: call for i, k in enumerate(kernels) if (call := call_of(k)) is not None}
     sized = row[:, INDEX["gemm_m"]] > 0
     depthwise = sized & _one_channel_a_group(row)
-    if device.architecture in _FILTERS_AS_PRODUCTS:
+    # MIOpen has no direct kernels of these for chips since MI300X, which are closer to products
+    # with one column per group: the median error on 60 rows of the MI300X (published-kernels pack,
+    # MIOpen of 2023 and 2024) is 85 % this way and 97 % as direct kernels; on MI100 to MI250X it is
+    # 340 to 440 % this way and 44 to 52 % as direct kernels.
+    if device.rules.untuned_convolutions:
         depthwise &= ~filter_gradients(row)
     route = np.full(len(kernels), OTHER, object)
     for i, kernel in enumerate(kernels):

@@ -125,7 +125,7 @@ def device_context(
     name = measured_as(device)
     return StepContext(
         framework=framework,
-        architecture=device.architecture.removesuffix("-ultra"),
+        architecture=device.line,
         platform=device.platform,
         bits=str(bits),
         launched=launched and device.platform == "gpu",
@@ -138,7 +138,7 @@ def device_context(
 
 def _headroom(device: DeviceSpec) -> float:
     # Before Ampere the limit was never reached: V100 has 2.4 W per TFLOP/s.
-    if device.platform != "gpu" or not device.power_w or device.architecture == "volta":
+    if device.platform != "gpu" or not device.power_w or device.rules.ample_power:
         return 0.0
     own = device.power_w / device.matrix_peak("bf16") * 1e12
     return log(min(own, _MOST_HEADROOM) / _H100_HEADROOM)

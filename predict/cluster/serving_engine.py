@@ -357,7 +357,7 @@ def levels(deployment: Deployment, model: ServingModel) -> dict[str, str]:
         "all": spec.platform,
         "device": device,
         "vendor": spec.vendor,
-        "architecture": spec.architecture.removesuffix("-ultra"),
+        "architecture": spec.line,
         "framework": deployment.framework,
         "engine": engine,
         # Whether the host prepares passes ahead of the device.

@@ -111,7 +111,7 @@ class ServingLatency:
         """Return the name for the device's architecture; empty if there is none."""
         if isinstance(names, str):
             return names
-        return names.get(self.spec.architecture.removesuffix("-ultra"), names.get("other", ""))
+        return names.get(self.spec.line, names.get("other", ""))
 
     def _kernel(
         self, table: dict[str, dict[str, _Named]], dtype: str

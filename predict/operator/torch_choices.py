@@ -21,7 +21,6 @@ from ...features.ir.torch.record import (
     AttentionUse,
     FunctionUse,
 )
-from ...features.operators.attention_kernels import MADE_FOR
 from ...models.gpu.attention import Families, attention_answer, lacks_bf16
 from ...models.program.pytorch import is_older
 from .aten_work import AtenKernel
@@ -79,7 +78,7 @@ def check_attention(uses: Iterable[AttentionUse], spec: DeviceSpec) -> None:
 
 def _supporting(spec: DeviceSpec, use: AttentionUse, cudnn: bool) -> Iterator[str]:
     """Yield the backends that support a call, in PyTorch's order."""
-    prefers = cudnn and spec.architecture in MADE_FOR
+    prefers = cudnn and spec.rules.asynchronous
     order = (CUDNN, FLASH, EFFICIENT, MATH) if prefers else (FLASH, EFFICIENT, MATH, CUDNN)
     for own in order:
         if own in use.allowed and (own == MATH or _TAKES[own](spec, use)):
