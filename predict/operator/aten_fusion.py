@@ -11,7 +11,8 @@ from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import AtenCall, Recording
 from .aten_convolutions import lays_channels_last
 from .aten_products import multiplies
-from .aten_traffic import LOOKUPS, NAMES, Use, evaluated, looked_up
+from .aten_streams import Use
+from .aten_traffic import LOOKUPS, NAMES, evaluated, looked_up, selecting
 from .aten_work import AtenKernel, moving, used
 
 #: Name prefixes of operators that torch.compile does not generate code for.
@@ -381,7 +382,7 @@ class _Fusion:
         names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in calls))
         name = "+".join(names[:4]) + (" …" if len(names) > 4 else "")
         dtype = ALIASES.get(last.outputs[0].dtype, "f32")
-        where = {"phase": last.phase, "place": last.place, "uses": tuple(uses)}
+        where = {"phase": last.phase, "place": last.place, "uses": selecting(uses, calls)}
         return [moving(name, dtype, float(sum(use.bytes for use in uses)), **where)]
 
 

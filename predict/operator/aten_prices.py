@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -12,7 +11,7 @@ import pandas as pd
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import CONV, MATMUL, RNN
 from ...features.operators.op import Op, least_seconds
-from ...features.operators.physics import fitted, resident_share
+from ...features.operators.physics import fitted
 from ...features.operators.query import TABLE_NAMES
 from ...features.operators.schema import DTYPES
 from ...models.operators import OpModel
@@ -21,7 +20,7 @@ from ...models.power.energy import starved
 from ...models.program.pytorch import is_older
 from .aten_convolutions import cudnn_seconds, depthwise_times
 from .aten_launches import STEPS
-from .aten_traffic import Stream, streams
+from .aten_streams import Rates, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
 from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price, work_of
 from .step_operators import FAMILIES as STEP_FAMILIES
@@ -62,23 +61,6 @@ ALONE = ("eager/", "tuned/")
 FAMILIES = (*STEP_FAMILIES, *_ALONE, *_CONVOLUTIONS)
 
 
-@dataclass(frozen=True)
-class _Rates:
-    """Seconds of an empty pass, and per byte from the last cache and from main memory."""
-
-    launch: float
-    cache: float
-    main: float
-
-    def seconds(self, parts: Sequence[Stream], capacity: float) -> float:
-        """Return the seconds of a pass with some streams, for a cache of some bytes."""
-        size = np.array([s.bytes for s in parts])
-        far = np.array([s.distance for s in parts])
-        # The fitted hit rate of the tables' own passes (features/operators/pointwise.py).
-        held = resident_share(far, np.array(max(capacity, 1.0)), 1.1, 0.5)
-        return float(self.launch + (size * (self.main + held * (self.cache - self.main))).sum())
-
-
 class AtenPrices:
     """Seconds with interval bounds of kernels, and the family that each was learned from."""
 
@@ -96,7 +78,7 @@ class AtenPrices:
         self._alone = bundle if known else None
         self._bundle = bundle
         self._factors = {"bmm": product, "attention": attention}
-        self._rates: dict[bool, _Rates] = {}
+        self._rates: dict[bool, Rates] = {}
 
     def __call__(
         self, found: Sequence[AtenKernel], kept: Collection[int] = ()
@@ -132,11 +114,15 @@ class AtenPrices:
             ]
             if at:
                 alone = self._moves([found[i].bytes for i in at], f32)
-                placed = np.array([self._stream(f32).seconds(near[i], self._cache) for i in at])
+                rates = self._stream(f32)
+                placed = np.array([rates.seconds(near[i], self._cache) for i in at])
                 scale = np.array([found[i].op.scale for i in at])
                 # The time of a norm beyond a pass of its traffic does not change.
                 own = np.maximum(times[at, 0] / scale - alone + placed, placed) * scale
                 times[at] *= (own / times[at, 0])[:, None]
+                # Indices in order select what is still near.
+                once = [[part for part in near[i] if not part.again] for i in at]
+                times[at, 1] *= [rates.seconds(o, self._cache) for o in once] / placed
 
     def _row_by_row(self, work: AtenKernel) -> float:
         """Return extra seconds of layer norms of old releases, which grow with their rows."""
@@ -151,7 +137,7 @@ class AtenPrices:
     def _cache(self) -> float:
         return float(self._spec.cache_bytes)
 
-    def _stream(self, f32: bool) -> _Rates:
+    def _stream(self, f32: bool) -> Rates:
         """Return the rates of passes, from the operator model's small and large passes."""
         if f32 not in self._rates:
             small = max(_SMALL * self._cache, _LEAST)
@@ -162,7 +148,10 @@ class AtenPrices:
                 share = 1.0 / (main * self._spec.bandwidth)
                 share = min(max(share, _STREAMS.least), _STREAMS.most)
                 main = 1.0 / (share * self._spec.bandwidth)
-            self._rates[f32] = _Rates(launch, min((near - launch) / small, main), main)
+            # Small passes are mostly launches: no cache is faster than its data sheet.
+            peak = max(level.bandwidth for level in self._spec.levels)
+            cache = max((near - launch) / small, 1.0 / peak)
+            self._rates[f32] = Rates(launch, min(cache, main), main)
         return self._rates[f32]
 
     def _moves(self, sizes: Sequence[float], f32: bool) -> np.ndarray:

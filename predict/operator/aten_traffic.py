@@ -1,33 +1,20 @@
-"""Memory traffic of PyTorch's kernels: look-ups by index, and reuse distances of tensors.
+"""Memory traffic of PyTorch's kernels that go by indices, sort or transform.
 
 Gradients that accumulate rows by index first sort the indices with CUB's radix sort, so that no two
 blocks add to one row (EmbeddingBackwardKernel.cu and Indexing.cu of PyTorch). The number of
 distinct rows depends on data: indices are assumed to be random.
-
-The reuse distance of a tensor decides whether a cache still holds it. Operator tables repeat a
-kernel on the same tensors, so the last cache serves all traffic of a small one. In a program, a
-kernel finds there what others touched just before. A read hits if less than the cache size was
-moved since the last use. A write never reaches memory if its last reader follows as soon, since
-PyTorch's allocator gives the block to the next tensor.
-
-The distance between two uses is the traffic of the kernels between them (Mattson et al., IBM
-Systems Journal 9, 1970, with bytes for pages, each counted as often as it is moved) plus twice the
-tensor itself: while one byte waits, the rest is written or read, with about as much other traffic.
-Other traffic of these two kernels is left out, so that fusion never lengthens a distance. Programs
-run repeatedly: memory that outlives one was last touched in the run before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from math import ceil, log2, prod
-from typing import NamedTuple
 
 from ...common.files import own_data
 from ...common.types import JsonObject
 from ...features.ir.torch.record import AtenCall
 from ...models.gpu.routes import SECTOR
+from .aten_streams import Use
 
 #: Names of operators by what their kernels do.
 NAMES = own_data("predict/operator/aten.yaml")
@@ -64,25 +51,71 @@ _INDEX, _PAIR = 8.0, 16.0
 
 def read_traffic(call: AtenCall) -> float | None:
     """Return the bytes that a look-up moves; ``None`` for any other operator."""
-    written = sum(t.bytes for t in call.outputs)
     if call.name in BAGS:
-        table, index = call.inputs[0], call.inputs[1]
-        row = table.bytes / max(table.shape[0], 1)
-        return float(call.outputs[0].bytes + prod(index.shape) * row + index.bytes)
+        return float(call.outputs[0].bytes + looked_up(call) + call.inputs[1].bytes)
     if call.name in LOOKUPS:
+        written = sum(t.bytes for t in call.outputs)
         return float(written + looked_up(call) + sum(t.bytes for t in call.inputs[1:]))
     return None
 
 
 def looked_up(call: AtenCall) -> float:
-    """Return the bytes of a table that a look-up reads: whole sectors of narrow rows."""
+    """Return the bytes of a table that a look-up reads at least once."""
+    return min(float(call.inputs[0].bytes), _selected(call))
+
+
+def looked_up_again(call: AtenCall) -> tuple[float, float]:
+    """Return the bytes of a table that indices select again, and that lie between two times.
+
+    Look-ups read them and scatters also write them. Indices along an inner dimension stay within
+    one part of the table at a time.
+    """
+    name = call.name.removesuffix("_")
+    scatters = name in NAMES["scatters"] or name in NAMES["slices"] or name == _PUT_FLAT
+    if not (call.name in LOOKUPS or call.name in BAGS or scatters):
+        return 0.0, 0.0
+    table = call.inputs[0]
+    times = _times(call, name) if scatters else 1
+    dims = [n for n in call.numbers if isinstance(n, int) and not isinstance(n, bool)]
+    parts = prod(table.shape[: dims[0] % max(len(table.shape), 1)]) if dims else 1
+    return times * max(_selected(call) - table.bytes, 0.0), table.bytes / max(parts, 1)
+
+
+def selecting(uses: Sequence[Use], calls: Sequence[AtenCall]) -> tuple[Use, ...]:
+    """Add to the uses of a kernel what its operators' indices select again."""
+    found = list(uses)
+    for call in calls:
+        again, between = looked_up_again(call)
+        own = (
+            [i for i, use in enumerate(found) if use.memory == call.inputs[0].memory]
+            if again
+            else []
+        )
+        if own:
+            use = found[own[0]]
+            found[own[0]] = use._replace(again=use.again + again, between=between)
+    return tuple(found)
+
+
+def _selected(call: AtenCall) -> float:
+    """Return the bytes that indices select: whole sectors of narrow rows, each as often as it is.
+
+    For operators that write by index, of a table that is written once.
+    """
     table, *indices = call.inputs
-    written = call.outputs[0].bytes
-    count = max((prod(t.shape) for t in indices if t.dtype != "bool"), default=0)
-    narrow = count > 0 and written / count < SECTOR
-    if call.name == "aten.gather":
-        narrow = _scatters(call)
-    return _touched(table.bytes, (count,), narrow, written)
+    name = call.name.removesuffix("_")
+    if call.name in BAGS:
+        return float(prod(indices[0].shape) * table.bytes / max(table.shape[0], 1))
+    if call.name in LOOKUPS:
+        values = float(call.outputs[0].bytes)
+        count = max((prod(t.shape) for t in indices if t.dtype != "bool"), default=0)
+        narrow = count > 0 and values / count < SECTOR
+        narrow = _scatters(call) if call.name == "aten.gather" else narrow
+    else:
+        shape = _chosen(call, name)
+        count, values = prod(shape), table.bytes / max(prod(table.shape), 1) * prod(shape)
+        narrow = name == _PUT_FLAT or _scatters(call)
+    return float(count * SECTOR if narrow else values)
 
 
 def write_traffic(call: AtenCall) -> list[float] | None:
@@ -102,17 +135,27 @@ def write_traffic(call: AtenCall) -> list[float] | None:
 def _scattered(call: AtenCall, name: str) -> float:
     """Return the bytes of one kernel that writes elements of a table, or adds by atomics."""
     table, index = call.inputs[:2]
+    values = table.bytes / max(prod(table.shape), 1) * prod(_chosen(call, name))
+    read = values * bool(len(call.inputs) > 2 and call.inputs[2].shape)
+    return float(index.bytes + read + _times(call, name) * looked_up(call))
+
+
+def _chosen(call: AtenCall, name: str) -> tuple[int, ...]:
+    """Return the shape of what an operator writes by index."""
+    table, index = call.inputs[:2]
     source = call.inputs[2].shape if len(call.inputs) > 2 else ()
-    shape = index.shape
-    if name in NAMES["slices"]:
-        # A slice is filled with a single value.
-        along = call.whole(0)
-        filled = (*table.shape[:along], prod(index.shape), *table.shape[along:][1:])
-        shape = source or filled
-    values = float(table.bytes / max(prod(table.shape), 1) * prod(shape))
-    times = (NAMES["scatters"] | NAMES["slices"]).get(name, 2 if True in call.numbers else 1)
-    touched = _touched(table.bytes, shape, name == _PUT_FLAT or _scatters(call), values)
-    return float(index.bytes + values * bool(source) + times * touched)
+    if name not in NAMES["slices"]:
+        return index.shape
+    # A slice is filled with a single value.
+    along = call.whole(0)
+    return source or (*table.shape[:along], prod(index.shape), *table.shape[along:][1:])
+
+
+def _times(call: AtenCall, name: str) -> int:
+    """Return how often an operator that writes by index touches an element: to add, twice."""
+    own = (NAMES["scatters"] | NAMES["slices"]).get(name, 2 if True in call.numbers else 1)
+    assert isinstance(own, int), name
+    return own
 
 
 def _masked(call: AtenCall) -> list[float]:
@@ -139,11 +182,6 @@ def _scatters(call: AtenCall) -> bool:
     dims = [n for n in call.numbers if isinstance(n, int) and not isinstance(n, bool)]
     rank = max(len(call.inputs[1].shape), len(call.inputs[0].shape), 1)
     return bool(dims) and dims[0] % rank == rank - 1
-
-
-def _touched(table: int, chosen: tuple[int, ...], scattered: bool, values: float) -> float:
-    """Return the bytes of a table that selected elements touch; whole sectors if scattered."""
-    return float(min(table, prod(chosen) * SECTOR if scattered else values))
 
 
 def _embedding(call: AtenCall) -> list[float]:
@@ -301,82 +339,3 @@ def channel_blocks(call: AtenCall) -> int:
     own = call.inputs[0].shape if call.inputs else ()
     norm = "batch_norm" in call.name and len(own) > 2 and not evaluated(call)
     return own[1] if norm and not any(t.channels_last for t in call.inputs[:2]) else 0
-
-
-class Use(NamedTuple):
-    """Traffic of a kernel to one piece of memory.
-
-    Attributes:
-        memory: Number of the memory.
-        bytes: Bytes read or written; 0 if the amount is unknown.
-        written: Whether the bytes are written.
-        start: Position of the first byte in the memory.
-    """
-
-    memory: int
-    bytes: float
-    written: bool
-    start: float = 0.0
-
-    def covers(self, other: Use) -> bool:
-        """Return whether another use of the same memory is of a part of this one, if known."""
-        end, last = self.start + self.bytes, other.start + other.bytes
-        return not self.bytes or (self.start <= other.start and last <= end)
-
-
-class Stream(NamedTuple):
-    """Bytes of a kernel with their reuse distance.
-
-    Attributes:
-        bytes: Traffic.
-        distance: Bytes moved since the previous use (reads) or until the last use (writes).
-    """
-
-    bytes: float
-    distance: float
-
-
-def streams(
-    uses: Sequence[Sequence[Use]], moved: Sequence[float], kept: Collection[int]
-) -> list[tuple[Stream, ...]]:
-    """Compute the reuse distances of each kernel's traffic.
-
-    Args:
-        uses: Memory uses of ``n`` kernels, in order.
-        moved: Traffic of each kernel in bytes.
-        kept: Memory that outlives the program.
-
-    Returns:
-        Streams of each kernel, whose bytes add up to its traffic; none if unknown.
-    """
-    starts = [0.0, *accumulate(moved)]
-    total = starts[-1]
-    # The last kernel that touches each memory, and the latest one so far.
-    last = {use.memory: i for i, own in enumerate(uses) for use in own}
-    before: dict[int, list[tuple[int, Use]]] = {}
-    found = []
-    for i, (own, size) in enumerate(zip(uses, moved, strict=True)):
-        # Scaled to the kernel's traffic: a norm may read a tensor twice, a look-up only a part.
-        whole = sum(use.bytes for use in own)
-        scale = size / whole if whole else 0.0
-        parts = []
-        for use in own:
-            end, earlier = last[use.memory], before.get(use.memory, [])
-            known = next((at for at, one in reversed(earlier) if one.covers(use)), None)
-            if known is None and any(one.written for _, one in earlier):
-                # Written in parts.
-                known = earlier[-1][0]
-            if use.written:
-                gone = use.memory not in kept and end > i
-                far = starts[end] - starts[i + 1] if gone else total
-            elif known is None:
-                # Last touched in the previous run.
-                far = starts[i] + total - starts[end + 1]
-            else:
-                far = starts[i] - starts[known + 1]
-            if use.bytes:
-                parts.append(Stream(use.bytes * scale, max(far, 0.0) + 2.0 * use.bytes))
-        found.append(tuple(parts))
-        for use in own:
-            before.setdefault(use.memory, []).append((i, use))
-    return found

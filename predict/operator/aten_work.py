@@ -24,16 +24,18 @@ from ...models.gpu.attention import backward_ratio
 from .aten_launches import is_over_lists, is_recurrent, list_launches, recurrent_ops
 from .aten_loops import Loop, loop_of
 from .aten_products import check_formats, product_of
+from .aten_streams import Use
 from .aten_traffic import (
+    BAGS,
     LOOKUPS,
     NAMES,
     SORTS,
-    Use,
     channel_blocks,
     evaluated,
     looked_up,
     read_traffic,
     scan_steps,
+    selecting,
     selection,
     sort_traffic,
     transform_traffic,
@@ -200,11 +202,14 @@ def used(call: AtenCall) -> list[AtenKernel]:
     uses = []
     for at, t in enumerate(call.inputs):
         # Only looked-up rows of a table are read.
-        size = looked_up(call) if call.name in LOOKUPS and not at else t.bytes
+        size = looked_up(call) if call.name in (*LOOKUPS, *BAGS) and not at else t.bytes
         uses.append(Use(t.memory, known * size, False, t.start))
     uses += [Use(t.memory, known * t.bytes, True, t.start) for t in call.outputs]
     placed = [replace(work, uses=tuple(uses)) for work in found]
-    return [*placed[:-1], replace(placed[-1], loop=loop_of(call))] if placed else placed
+    if not placed:
+        return placed
+    # The last kernel is the one that goes by the indices.
+    return [*placed[:-1], replace(placed[-1], uses=selecting(uses, [call]), loop=loop_of(call))]
 
 
 def _copies(call: AtenCall) -> list[AtenKernel]:

@@ -18,9 +18,10 @@ import numpy as np
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.operators.physics import fitted, resident_share
+from ...features.operators.physics import fitted
 from .aten_prices import least_times
-from .aten_traffic import NAMES, Stream, streams
+from .aten_streams import Stream, streams
+from .aten_traffic import NAMES
 from .aten_work import ATTENTION, CONVOLUTION, PRODUCT, AtenKernel
 
 _FIT = fitted("cpu")
@@ -115,13 +116,10 @@ class CpuPrices:
 
     def _moved(self, work: AtenKernel, parts: Sequence[Stream]) -> float:
         """Return seconds of traffic, at cache or memory rates by the distance of the last use."""
-        cache = self._spec.cache_bytes
-        near = 0.0
-        for own in parts:
-            held = resident_share(np.array(own.distance), np.array(max(cache, 1.0)), 1.1, 0.5)
-            near += own.bytes * float(held)
+        cache = float(self._spec.cache_bytes)
+        near = sum(own.bytes * own.held(cache) for own in parts)
         fast = max(level.bandwidth for level in self._spec.levels)
-        far = work.bytes - near
+        far = work.bytes + sum(own.bytes for own in parts if own.again) - near
         return near / (_FIT.cache * fast) + far / (_FIT.memory * self._spec.bandwidth)
 
     def _loops(self, work: AtenKernel) -> float:

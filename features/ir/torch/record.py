@@ -44,6 +44,7 @@ _ALIKE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution
 #: Operators whose non-tensor arguments affect their time.
 _NUMBERED = (
     *("aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather"),
+    "aten.index_select",
     *("aten.scatter", "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl"),
     *("aten.index_add", "aten.index_reduce", "aten.index_copy", "aten.index_fill", "aten.put"),
     *("aten.native_batch_norm", "aten.cumsum", "aten.cumprod", "aten.logcumsumexp"),

@@ -11,12 +11,8 @@ import torch.nn.functional as F  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
-from opcast.predict.operator.aten_traffic import (  # noqa: E402
-    Stream,
-    Use,
-    read_traffic,
-    streams,
-)
+from opcast.predict.operator.aten_streams import Stream, Use, streams  # noqa: E402
+from opcast.predict.operator.aten_traffic import read_traffic  # noqa: E402
 from opcast.predict.operator.aten_work import works  # noqa: E402
 from opcast.predict.operator.torch_framework import operator_bundle  # noqa: E402
 from opcast.predict.operator.torch_price import price  # noqa: E402
@@ -67,6 +63,60 @@ def test_rows_narrower_than_a_sector_cost_a_sector(width, read, select):
     places = torch.empty(count, dtype=torch.int64, device="meta")
     (call,) = record(TorchProgram(Called(select), (table, places))).calls
     assert read_traffic(call) == count * (8 + 4 * width + read)
+
+
+ROWS, EDGES, WIDTH = 170_000, 1_200_000, 256
+
+
+def along_edges(function, *others, device="t4"):
+    """The kernel that takes most time of a function of a table of nodes and an index by edge."""
+    table, source = (torch.empty(n, WIDTH, device="meta") for n in (ROWS, EDGES))
+    index = torch.empty(EDGES, dtype=torch.int64, device="meta")
+    recording = record(TorchProgram(Called(function), (table, index, source)))
+    found = price(recording, find_device(device), "torch-eager", operator_bundle("default"))
+    return max(found.operators, key=lambda o: o.latency_us)
+
+
+@pytest.mark.parametrize(
+    ("function", "times"),
+    [
+        (lambda x, i, e: x[i], 1),
+        (lambda x, i, e: x.index_select(0, i), 1),
+        (lambda x, i, e: x.gather(0, i[:, None].expand(-1, WIDTH)), 1),
+        (lambda x, i, e: x.index_add_(0, i, e), 2),
+        (lambda x, i, e: x.scatter_add_(0, i[:, None].expand(-1, WIDTH), e), 2),
+    ],
+)
+def test_rows_that_are_selected_again_come_from_memory_unless_the_cache_holds_them(function, times):
+    """Nodes of a graph with 7 edges each, of which the 4 MiB of a T4 hold 2 %."""
+    found, table, edges = along_edges(function), 4 * WIDTH * ROWS, 4 * WIDTH * EDGES
+    # Edges read or written, and an index of each; the table itself once or, to add, twice.
+    assert found.bytes == edges + 8 * EDGES + times * table
+    again = times * (edges - table) * (1 - 4 * 2**20 / table)
+    # At the rate of a pass over two tensors of edges.
+    plain = along_edges(lambda x, i, e: e * 2.0)
+    rate = plain.bytes / plain.latency_us
+    assert found.latency_us == pytest.approx((found.bytes + again) / rate, rel=0.03)
+    # Indices in order select no row that is far away.
+    assert found.lo_us == pytest.approx(found.bytes / rate, rel=0.05)
+
+
+def test_bags_of_a_small_table_read_it_from_the_cache():
+    def bag(rows):
+        table, index = torch.empty(rows, 128, device="meta"), torch.empty(65536, 32, device="meta")
+        function = Called(lambda w, i: F.embedding_bag(i, w, mode="sum"))
+        (call,) = record(TorchProgram(function, (table, index.long()))).calls[-1:]
+        (work,) = works([call])
+        (near,) = streams([work.uses], [work.bytes], ())
+        return work.bytes, [s for s in near if s.again]
+
+    rows, result, index = 65536 * 32 * 512, 65536 * 512, 65536 * 32 * 8
+    assert bag(10_000_000) == (result + rows + index, [])
+    moved, (again,) = bag(1000)
+    # Each row of the table once.
+    assert moved == result + 1000 * 512 + index
+    assert again == Stream(rows - 1000 * 512, 1000 * 512, again=True)
+    assert again.held(1e6) == 1.0 and again.held(256_000) == 0.5
 
 
 class Block(torch.nn.Module):

@@ -19,7 +19,7 @@ from opcast.features.ir.torch.program import TorchProgram
 from opcast.features.ir.torch.runs import record
 from opcast.features.operators.op import Op
 from opcast.features.operators.physics import fitted
-from opcast.predict.operator.aten_traffic import Use
+from opcast.predict.operator.aten_streams import Use
 from opcast.predict.operator.aten_work import AtenKernel, moving, works
 from opcast.predict.operator.cpu_prices import CpuPrices
 
