@@ -86,16 +86,22 @@ def is_over_lists(name: str) -> bool:
 
 def list_launches(call: AtenCall) -> int:
     """Return the number of launches of an operator over lists."""
-    given, written = len(call.inputs), len(call.outputs)
+    each, given, written = list_length(call), len(call.inputs), len(call.outputs)
     if call.name.startswith("aten._fused_adam"):
-        # Lists: parameters, gradients, two moments (three written); the step counts come besides.
-        each, lists = max((given - written) // 2, 1), 4
+        lists = 4
     elif call.name.startswith("aten._fused"):
-        # Gradients are only read.
-        each = max(given - written, 1)
         lists = given // each
     else:
-        each = max(written, 1)
         lists = max((given if call.name.endswith("_") else given + written) // each, 1)
     chunks = sum(ceil(prod(t.shape) / _CHUNK) for t in call.outputs[:each])
     return max(1, ceil(each / _TENSORS[min(lists, 5) - 1]), ceil(chunks / _BLOCKS))
+
+
+def list_length(call: AtenCall) -> int:
+    """Return the tensors in each list of an operator over lists."""
+    given, written = len(call.inputs), len(call.outputs)
+    if call.name.startswith("aten._fused_adam"):
+        # Lists: parameters, gradients, two moments (three written); the step counts come besides.
+        return max((given - written) // 2, 1)
+    # Of what is fused, gradients are only read.
+    return max(given - written if call.name.startswith("aten._fused") else written, 1)

@@ -15,7 +15,11 @@ from ...common.errors import ProgramError
 from ...features.cost.formats import ALIASES
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AtenCall, TensorUse
+from ...features.ir.torch.table import is_solver
 from .aten_traffic import NAMES, distinct
+
+#: Products whose time depends on the unknown sparsity pattern of a matrix.
+_SPARSE = ("aten._sparse_addmm", "aten._sparse_mm")
 
 
 class Product(NamedTuple):
@@ -88,7 +92,25 @@ def multiplies(name: str) -> bool:
     return own in MATRICES or own in NAMES["layers"] or own in NAMES["grouped"] or own in _OTHERS
 
 
-def check_formats(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
+def check_priced(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
+    """Refuse factorizations, solvers and sparse products, which are not memory passes.
+
+    Products without a kernel of PyTorch on the device are refused too.
+
+    Raises:
+        ProgramError: The program contains such an operator; the message gives the line.
+    """
+    _check_formats(calls, spec)
+    for call in calls:
+        if is_solver(call.name) or call.name in _SPARSE:
+            raise ProgramError(
+                f"the time of {call.name} (linear algebra) is unknown for PyTorch's kernels",
+                where=str(call.place) if call.place.file else "",
+                hint="predict the program without it, and measure this operator separately",
+            )
+
+
+def _check_formats(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
     """Refuse products for which PyTorch has no kernel on a device.
 
     Raises:

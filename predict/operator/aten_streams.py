@@ -8,9 +8,10 @@ PyTorch's allocator gives the block to the next tensor.
 
 The distance between two uses is the traffic of the kernels between them (Mattson et al., IBM
 Systems Journal 9, 1970, with bytes for pages, each counted as often as it is moved) plus twice the
-tensor itself: while one byte waits, the rest is written or read, with about as much other traffic.
-Other traffic of these two kernels is left out, so that fusion never lengthens a distance. Programs
-run repeatedly: memory that outlives one was last touched in the run before.
+tensor itself, or its list if the kernels go over lists: while one byte waits, the rest is written
+or read, with about as much other traffic. Other traffic of these two kernels is left out, so that
+fusion never lengthens a distance. Programs run repeatedly: memory that outlives one was last
+touched in the run before.
 
 Random indices that select a row again find it in the cache as often as the cache holds the table.
 """
@@ -37,7 +38,7 @@ class Use(NamedTuple):
         written: Whether the bytes are written.
         start: Position of the first byte in the memory.
         again: Bytes that random indices select once more (:func:`looked_up_again`).
-        between: Bytes that lie between two such selections.
+        between: Bytes that lie between two such selections, or all of a list's tensors.
     """
 
     memory: int
@@ -115,7 +116,8 @@ def streams(
             else:
                 far = starts[i] - starts[known + 1]
             if use.bytes:
-                parts.append(Stream(use.bytes * scale, max(far, 0.0) + 2.0 * use.bytes))
+                alike = max(use.bytes, use.between)
+                parts.append(Stream(use.bytes * scale, max(far, 0.0) + 2.0 * alike))
         again = [Stream(use.again, use.between, again=True) for use in own if use.again]
         if again and not parts:
             parts.append(Stream(size, inf))

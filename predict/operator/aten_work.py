@@ -13,17 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from ...common.errors import ProgramError
 from ...features.cost.formats import ALIASES, FORMATS
-from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.eager import Place
 from ...features.ir.torch.record import BACKENDS, AtenCall
-from ...features.ir.torch.table import is_solver
 from ...features.operators.op import QUANTIZED, Op
 from ...models.gpu.attention import backward_ratio
-from .aten_launches import is_over_lists, is_recurrent, list_launches, recurrent_ops
+from .aten_launches import (
+    is_over_lists,
+    is_recurrent,
+    list_launches,
+    list_length,
+    recurrent_ops,
+)
 from .aten_loops import Loop, loop_of
-from .aten_products import check_formats, product_of
+from .aten_products import product_of
 from .aten_streams import Use
 from .aten_traffic import (
     BAGS,
@@ -46,8 +49,6 @@ PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
 #: Distances between all pairs of two lists of points, and the position of the first list.
 _DISTANCES = {"aten._cdist_forward": 0, "aten._cdist_backward": 1}
-#: Products whose time depends on the unknown sparsity pattern of a matrix.
-_SPARSE = ("aten._sparse_addmm", "aten._sparse_mm")
 #: Kinds shown to users, by family of :class:`~opcast.features.operators.op.Op`.
 _KINDS = {
     "bmm": PRODUCT,
@@ -154,24 +155,6 @@ def moving(name: str, dtype: str, moved: float, **where: Any) -> AtenKernel:
     return AtenKernel(op, **where)
 
 
-def check_priced(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
-    """Refuse factorizations, solvers and sparse products, which are not memory passes.
-
-    Products without a kernel of PyTorch on the device are refused too.
-
-    Raises:
-        ProgramError: The program contains such an operator; the message gives the line.
-    """
-    check_formats(calls, spec)
-    for call in calls:
-        if is_solver(call.name) or call.name in _SPARSE:
-            raise ProgramError(
-                f"the time of {call.name} (linear algebra) is unknown for PyTorch's kernels",
-                where=str(call.place) if call.place.file else "",
-                hint="predict the program without it, and measure this operator separately",
-            )
-
-
 def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
     """Return the kernels of eager operators, in order."""
     found = []
@@ -199,12 +182,15 @@ def used(call: AtenCall) -> list[AtenKernel]:
     ]
     # The split of traffic among several kernels of an operator is unknown.
     known = float(len(found) == 1)
+    several = is_over_lists(call.name)
+    # Other tensors of its list come between one and its next use.
+    near = float(sum(t.bytes for t in call.inputs[: list_length(call)])) if several else 0.0
     uses = []
     for at, t in enumerate(call.inputs):
         # Only looked-up rows of a table are read.
         size = looked_up(call) if call.name in (*LOOKUPS, *BAGS) and not at else t.bytes
-        uses.append(Use(t.memory, known * size, False, t.start))
-    uses += [Use(t.memory, known * t.bytes, True, t.start) for t in call.outputs]
+        uses.append(Use(t.memory, known * size, False, t.start, between=near))
+    uses += [Use(t.memory, known * t.bytes, True, t.start, between=near) for t in call.outputs]
     placed = [replace(work, uses=tuple(uses)) for work in found]
     if not placed:
         return placed
@@ -309,7 +295,11 @@ def _traffic(call: AtenCall) -> float:
         a, b = (t.shape for t in call.inputs[_DISTANCES[call.name] :][:2])
         width = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
         return 2.0 * width * prod(a) * b[-2]
-    whole = float(sum(t.bytes for t in (*call.outputs, *call.inputs)))
+    read = [t.bytes for t in call.inputs]
+    if {t.shape for t in call.inputs} == {t.shape for t in call.outputs}:
+        # Threads that take an element of each read a tensor that is given twice once.
+        read = list({(t.memory, t.start): t.bytes for t in call.inputs}.values())
+    whole = float(sum(t.bytes for t in call.outputs) + sum(read))
     return whole * (1.0 if evaluated(call) else NAMES["again"].get(call.name, 1.0))
 
 

@@ -40,7 +40,8 @@ from ..published.composition import RUN_ERROR
 from .aten_costs import cost_class, measured_costs, seconds_by_class
 from .aten_fusion import fused
 from .aten_prices import ALONE, AtenPrices, as_set, bound_of, least_times, raised
-from .aten_work import AtenKernel, check_priced, works
+from .aten_products import check_priced
+from .aten_work import AtenKernel, works
 from .cpu_prices import CpuPrices
 from .torch_choices import check_attention
 from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, compiled_storages, torch_memory
