@@ -144,9 +144,10 @@ class AtenPrices:
             large = max(_LARGE * self._cache, _MOST)
             launch, near, far = self._moves([_EMPTY, small, large], f32)
             main = (far - launch) / large
-            if self._spec.runs_cuda and not f32:
+            if self._spec.runs_cuda:
                 share = 1.0 / (main * self._spec.bandwidth)
-                share = min(max(share, _STREAMS.least), _STREAMS.most)
+                # f32 passes were measured on older chips too, down to 0.74 (T4).
+                share = min(max(share, 0.0 if f32 else _STREAMS.least), _STREAMS.most)
                 main = 1.0 / (share * self._spec.bandwidth)
             # Small passes are mostly launches: no cache is faster than its data sheet.
             peak = max(level.bandwidth for level in self._spec.levels)

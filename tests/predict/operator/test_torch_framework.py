@@ -536,6 +536,11 @@ def test_passes_of_unmeasured_chips_stream_at_what_measured_ones_reach():
     # 0.84 on A100; between 0.83 (A40) and 0.91 (H100) elsewhere (features/operators/fitted.yaml).
     assert shares[0] == pytest.approx(0.84, abs=0.01)
     assert all(0.82 < share < 0.92 for share in shares)
+    # In f32 the A100 that was not measured streams no better than any that was: 0.91 (V100).
+    wide = kernel.but(dtype="f32")
+    prices = AtenPrices(find_device("a100-sxm-80gb"), operator_bundle("default"), 1.0, 1.0)
+    rate = wide.bytes / prices([wide])[0][0, 0]
+    assert rate / find_device("a100-sxm-80gb").bandwidth == pytest.approx(0.91, abs=0.01)
 
 
 def test_products_split_chains_and_nothing_runs_before_its_operands():
