@@ -35,6 +35,8 @@ _LAYERS = ("cli", "common", "features", "models", "predict", "server", "workflow
 _OWN = tuple(f"{Path(__file__).parents[3] / layer}{os.sep}" for layer in _LAYERS)
 #: Depth to which user-defined objects, such as caches, are searched for tensors.
 _DEPTH = 5
+#: Attribute of a tensor of truth values, all of which are known.
+_ANSWER = "_opcast_answer"
 #: Attribute in which a compiled function keeps the original.
 _ORIGINAL = "_torchdynamo_orig_callable"
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
@@ -294,6 +296,32 @@ def scoped(scopes: Scopes) -> Iterator[None]:
             handle.remove()
 
 
+def _finite(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Call a function of PyTorch; a program that asks whether all values are finite is told so.
+
+    Many models of transformers clamp values that are not. The kernels that look for them run.
+    """
+    import torch
+
+    own = torch.Tensor
+    given = args[0] if args and isinstance(args[0], own) else None
+    answer = getattr(given, _ANSWER, None)
+    if answer is not None and function in (own.__bool__, own.item):
+        return answer
+    found = function(*args, **kwargs)
+    if function in (torch.isfinite, own.isfinite):
+        answer = True
+    elif function in (torch.isnan, own.isnan, torch.isinf, own.isinf):
+        answer = False
+    elif function not in (torch.all, own.all, torch.any, own.any):
+        return found
+    if answer is not None:
+        setattr(found, _ANSWER, answer)
+    return found
+
+
 @contextlib.contextmanager
 def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
     """Replace some functions of ``torch.nn.functional`` and ``torch._VF``.
@@ -320,7 +348,7 @@ def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
             return stands[name](function, *args, **kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
+        return _finite(function, args, kwargs)
 
     def stand(name: str, original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)

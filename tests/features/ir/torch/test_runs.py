@@ -135,6 +135,29 @@ def test_what_a_run_cannot_decide_an_export_may():
         record(TorchProgram(Worse(), (torch.zeros(4),)))
 
 
+def test_values_are_taken_to_be_finite_where_a_program_asks():
+    class Clamped(torch.nn.Module):
+        def forward(self, x):
+            x = x.exp()
+            if not torch.isfinite(x).all():
+                x = x.clamp(-1, 1)
+            if torch.isinf(x).any() or x.isnan().any().item():
+                x = x * 2
+            return x.sin()
+
+    # As with numbers, with the kernels that look for others but without those that mend them.
+    found = [c.name for c in record(TorchProgram(Clamped(), (torch.zeros(4),))).calls]
+    assert found[0] == "aten.exp" and found[-1] == "aten.sin"
+    assert "aten.clamp" not in found and found.count("aten.any") == 2 and "aten.all" in found
+
+    class Other(torch.nn.Module):
+        def forward(self, x):
+            return x.exp() if (x > 0).all() else x
+
+    with pytest.raises(ProgramError, match="a decision depends on values"):
+        record(TorchProgram(Other(), (torch.zeros(4),)))
+
+
 @pytest.mark.parametrize("given", ["tensors", "lists"])
 def test_a_loss_whose_size_depends_on_lengths_says_so(given):
     class Loss(torch.nn.Module):
