@@ -1,8 +1,9 @@
 """Facts of each op by HLO opcode: class, kind, FLOPs, operands, and how it reads and fuses.
 
-Costs, kinds, checks, plans and fusion rules derive their own lists from this table, so that a new
-op is one row of ``ops.toml``. If its attributes, FLOPs, features or loop nest do not follow from
-its result, the op is ``like`` one that has such rules, or gets its own rules (ARCHITECTURE.md).
+Costs, kinds, checks, plans and fusion rules derive their own lists from this table, a row of
+``ops.toml`` for each op. If its attributes, FLOPs, features or loop nest do not follow from its
+result, the op is ``like`` one that has such rules, or gets its own rules; arithmetic has cycles of
+its own as well (ARCHITECTURE.md).
 """
 
 from __future__ import annotations
