@@ -34,7 +34,7 @@ from .workload import Workload
 #: Maximum number of pipeline tasks that are placed individually; longer pipelines are extrapolated,
 #: so that the cost of a plan stays bounded in sweeps (engineering choice).
 MOST_TASKS = 8192
-#: Bubbles below this fraction of a step are rounding errors and reported as zero.
+#: Bubbles and waits below this fraction of a step are rounding errors and reported as zero.
 ROUNDING = 1e-9
 #: Rounds of ``pp`` micro-batches that are placed of a longer pipeline. Warm-up takes one round with
 #: 1F1B and at most one and a half when interleaved, so that the last rounds placed are steady.
@@ -140,10 +140,11 @@ def compose(
     busy = [s.micro.total * count + s.tail for s in stages]
     worst = busy.index(max(busy))
     mine, bubble = stages[worst], free - busy[worst]
+    waits = mine.micro.exposed * count + mine.reduction + mine.update.exposed + (total - free)
     return StepTime(
         total=total,
         compute=mine.micro.compute * count + mine.update.compute,
-        exposed=mine.micro.exposed * count + mine.reduction + mine.update.exposed + (total - free),
+        exposed=waits if waits > ROUNDING * total else 0.0,
         bubble=bubble if bubble > ROUNDING * free else 0.0,
         sends=total - free,
         stages=tuple(stages),
