@@ -10,6 +10,7 @@ defines the widths, families, codes and other names of HLO's element types.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, TypeVar
@@ -89,6 +90,8 @@ T = TypeVar("T")
 ON_CHIP = frozenset((1, 3, 6))
 #: Ops that run no code on any target, as they only name, group or order values.
 BOOKKEEPING = named("bookkeeping")
+#: Ops that run computations of the program: loops, branches, calls.
+NESTING = frozenset(("while", "conditional", "call"))
 #: Collectives, which also occur as ``X-start`` and ``X-done``.
 COLLECTIVES = (
     "all-reduce",
@@ -244,6 +247,12 @@ class Computation:
         return sorted(ops, key=lambda op: int(op.attrs["index"]))
 
     @property
+    def parameter_places(self) -> dict[int, int]:
+        """Position in ``ops`` by parameter number."""
+        places = enumerate(self.ops)
+        return {int(op.attrs["index"]): at for at, op in places if op.opcode == "parameter"}
+
+    @property
     def only_op(self) -> Op | None:
         """Op of a computation with one op besides its parameters, which is the root."""
         plain = [op for op in self.ops if op.opcode != "parameter"]
@@ -293,6 +302,17 @@ class Program:
             calls = (op.called[0] for op in own.ops if op.opcode == "call" and op.called)
             counts[name] = len(own.ops) + sum(counts.get(callee, 0) for callee in calls)
         return counts[self.entry]
+
+
+def reached(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
+    """Return ``start`` and all that follows from it, directly or not."""
+    found = set(start)
+    pending = list(found)
+    while pending:
+        new = set(following(pending.pop())) - found
+        found |= new
+        pending += new
+    return found
 
 
 def write_work(work: str) -> str:

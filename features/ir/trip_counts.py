@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...common.errors import ProgramError
 from .op_table import named
-from .program import Computation, Op, Program
+from .program import NESTING, Computation, Op, Program
 
 #: Ops whose value equals that of their operand, for scalars.
 _TRANSPARENT = named("transparent")
@@ -133,7 +133,7 @@ class _Walk:
     def _visit(
         self, op: Op, computation: Computation, arguments: Arguments, memo: dict[int, Value]
     ) -> None:
-        if op.opcode not in ("while", "conditional", "call"):
+        if op.opcode not in NESTING:
             for name in op.called:
                 self._meet(name, [])
             return

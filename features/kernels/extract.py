@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..cost.flops import op_cost
-from ..ir.program import Computation, Op, Program, Source
+from ..ir.program import NESTING, Computation, Op, Program, Source
 from .canonical import KernelFacts, ProgramFacts, control_facts, facts_of_ir
 from .kernel import Kernel, containers, is_free, main_opcodes
 
@@ -147,7 +147,7 @@ class _Schedule:
         inner = self.program.computations[op.called[0]].ops
         work = [o for o in inner if not is_free(o)]
         # A parallel call wraps a single op that XLA:CPU splits over threads.
-        return len(work) == 1 and work[0].opcode not in ("while", "conditional", "call")
+        return len(work) == 1 and work[0].opcode not in NESTING
 
     def _add(
         self, facts: KernelFacts, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]

@@ -8,15 +8,13 @@ from typing import NamedTuple
 
 from ..cost.bytes import array_traffic
 from ..ir.op_table import UPDATES, named, ops_with
-from ..ir.program import Computation, Op, Program
+from ..ir.program import NESTING, Computation, Op, Program
 from .kernel import is_free
 
 #: Ops whose result cannot take over the buffer of an operand.
 _NOT_IN_PLACE = ops_with(lambda spec: not spec.in_place)
 #: Ops that name values produced elsewhere.
 _VIEWS = named("views")
-#: Ops whose traffic is that of the computations that they call.
-_LEFT_OUT = frozenset(("while", "conditional", "call"))
 _Leaves = list[int]
 
 
@@ -243,7 +241,7 @@ class _Lifetimes:
 
     def _inside(self, op: Op) -> int:
         """Return the peak of what a loop, branch or call needs besides operands and results."""
-        if op.opcode not in ("while", "conditional", "call", "async-start"):
+        if op.opcode not in NESTING and op.opcode != "async-start":
             return 0
         return max((self._called(name) for name in op.called), default=0)
 
@@ -328,7 +326,8 @@ class _Moved:
         place = next(self._places)
         if op.opcode == "parameter":
             self.arguments.add(place)
-        if is_free(op) or op.opcode in _LEFT_OUT:
+        # Their traffic is that of the computations that they call.
+        if is_free(op) or op.opcode in NESTING:
             return place
         read, results = array_traffic(op, comp, self.program)
         leaves = [o for o in op.operands for _ in comp.ops[o].results]

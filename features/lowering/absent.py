@@ -16,6 +16,7 @@ from ..ir.hlo_reader import parse_hlo
 from ..ir.mlir.bindings import module_counts, tag_locations, walk_ops, write_bytecode
 from ..ir.mlir.locations import SourceOps
 from ..ir.mlir.opcodes import hlo_opcode
+from ..ir.mlir.shardings import ANNOTATIONS
 from ..ir.partitioning import partitions_as_replicas
 from ..ir.program import COLLECTIVES
 from ..ir.reader import SourceProgram, TripCounts
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
 logger = logging.getLogger(__name__)
-
-#: Attributes that a partitioner acts on.
-_SHARDING = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
 
 
 def lower_absent(
@@ -201,7 +199,7 @@ def is_partitioned(module: ir.Module) -> bool:
     """
     talks = False
     for op in walk_ops(module):
-        if op.name.startswith("sdy.") or any(name in op.attributes for name in _SHARDING):
+        if op.name.startswith("sdy.") or any(name in op.attributes for name in ANNOTATIONS):
             return False
         talks |= hlo_opcode(op.name) in COLLECTIVES
     return talks

@@ -81,7 +81,7 @@ def arguments_of(
         ProgramError: There is no batch.
     """
     entry = program.entry_computation
-    places = {int(o.attrs["index"]): p for p, o in enumerate(entry.ops) if o.opcode == "parameter"}
+    places = entry.parameter_places
     donated = {number: output for output, number in program.aliases}
     kinds = {n: entry.ops[p].type for n, p in sorted(places.items())}
     told = {n: names.get(n) or f"argument {n}" for n in kinds}

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
-from ...features.ir.program import Computation, Op, Program, TensorType
+from ...features.ir.program import NESTING, Computation, Op, Program, TensorType, reached
 from .op_axes import Axis, op_axes
 
 #: Ops whose dimensions dominate the time; a class is defined by those that it takes part in.
@@ -113,13 +113,8 @@ class Dimensions:
         for value, origin in self.origins.items():
             makers[value].append(origin)
         # Any value that leads to a value with the batch is not a tail.
-        pending = [v for v in self.colours if not set(classes).isdisjoint(self.value_classes(v))]
-        seen = set(pending)
-        while pending:
-            for value in makers[pending.pop()]:
-                if value not in seen:
-                    seen.add(value)
-                    pending.append(value)
+        batched = (v for v in self.colours if not set(classes).isdisjoint(self.value_classes(v)))
+        seen = reached(batched, lambda value: makers[value])
         return {
             step.place
             for step in self.steps
@@ -196,7 +191,7 @@ class _Reader:
 
     def _step(self, own: Computation, visit: str, position: int, op: Op, times: float) -> None:
         place = (visit, position)
-        if op.opcode in ("while", "conditional", "call"):
+        if op.opcode in NESTING:
             self._control(visit, position, op, times)
             return
         if op.opcode == "get-tuple-element":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ...common.errors import PlanError
 from ...features.ir.mlir.attention_calls import draws_numbers
 from ...features.ir.mlir.micro_batches import Accumulation
-from ...features.ir.program import Op, Program
+from ...features.ir.program import NESTING, Op, Program, reached
 from .arguments import Argument
 from .dimensions import BARRIERS, Dimensions, Step
 from .op_axes import OPAQUE, is_attention
@@ -22,7 +22,6 @@ from .op_axes import OPAQUE, is_attention
 _LINEAR = frozenset(("convert", "negate", "reshape", "transpose"))
 #: Ops that only forward values.
 _NAMES = frozenset(("get-tuple-element", "parameter", "tuple"))
-_CONTROL = frozenset(("while", "conditional", "call"))
 
 
 def accumulation_of(
@@ -68,11 +67,7 @@ class _Finder:
     def accumulation(self) -> Accumulation:
         """See :func:`accumulation_of`."""
         entry = self.program.entry_computation
-        places = {
-            int(op.attrs["index"]): position
-            for position, op in enumerate(entry.ops)
-            if op.opcode == "parameter"
-        }
+        places = entry.parameter_places
         for number, own in enumerate(self.arguments):
             if own.role == "batch":
                 value = ((self.program.entry, places[number]), 0)
@@ -119,7 +114,7 @@ class _Finder:
             mixes = position in self.depends & self.leads - self.batched
             if mixes and op.opcode not in _NAMES:
                 raise _refused(f"rows of the batch depend on each other at {_line(op)}")
-            if op.opcode in _CONTROL and position in self.batched:
+            if op.opcode in NESTING and position in self.batched:
                 whole = [
                     n for n in range(len(op.results)) if not self._batch_dimensions(position, n)
                 ]
@@ -202,13 +197,7 @@ class _Finder:
 
     def _written(self, batch: dict[int, int], results: tuple[int, ...]) -> Accumulation:
         entry = self.program.entry_computation
-        needed = set(self.batched | self.partial)
-        pending = list(needed)
-        while pending:
-            for number in entry.ops[pending.pop()].operands:
-                if number not in needed:
-                    needed.add(number)
-                    pending.append(number)
+        needed = reached(self.batched | self.partial, lambda number: entry.ops[number].operands)
         body = sorted(n for n in needed if entry.ops[n].opcode not in _NAMES)
         outside = [op for n, op in enumerate(entry.ops) if n not in needed or n == entry.root]
         read = {number for op in outside for number in op.operands} | set(results)

@@ -30,9 +30,9 @@ _USES = named("uses_of_parameters")
 _MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
 #: Shardy's op for a ``shard_map``, whose body has the shapes of one device.
 _MANUAL = "sdy.manual_computation"
-#: Attributes of ops, arguments and results that a partitioner uses.
 _ALIAS, _DONOR = "tf.aliasing_output", "jax.buffer_donor"
-_ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
+#: Attributes of ops, arguments and results that a partitioner acts on.
+ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
 
 
 def without_empty_meshes(module: ir.Module) -> ir.Module:
@@ -235,14 +235,14 @@ def without_shardings(module: ir.Module) -> ir.Module:
             if op.name == "sdy.mesh":
                 op.erase()
                 continue
-            for name in _ANNOTATIONS:
+            for name in ANNOTATIONS:
                 if name in op.attributes:
                     del op.attributes[name]
             for side in ("arg_attrs", "res_attrs"):
                 if op.name == "func.func" and side in op.attributes:
                     old: MlirObject = op.attributes[side]
                     new = [
-                        {own.name: own.attr for own in each if own.name not in _ANNOTATIONS}
+                        {own.name: own.attr for own in each if own.name not in ANNOTATIONS}
                         for each in old
                     ]
                     if side == "arg_attrs":

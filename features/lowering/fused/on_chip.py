@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ...devices.device import DeviceSpec
 from ...ir.op_table import named
-from ...ir.program import Computation, Op, Program, TensorType
+from ...ir.program import NESTING, Computation, Op, Program, TensorType, reached
 from .clusters import PRODUCTS
 
 #: Ops whose result is their operand's memory.
@@ -132,15 +132,13 @@ def place_on_chip(program: Program, memory: OnChip) -> None:
         program: Fused and scheduled; its types are changed in place.
         memory: The memory.
     """
+
     # Bodies of loops and branches run kernels, too; fused computations and reducers do not.
-    names, todo = {program.entry}, [program.entry]
-    while todo:
-        for op in program.computations[todo.pop()].ops:
-            if op.opcode in ("while", "conditional", "call"):
-                new = [name for name in op.called if name not in names]
-                names.update(new)
-                todo += new
-    for name in names:
+    def inner(name: str) -> list[str]:
+        ops = program.computations[name].ops
+        return [called for op in ops if op.opcode in NESTING for called in op.called]
+
+    for name in reached([program.entry], inner):
         _place(program.computations[name], memory)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from ...ir.program import reached
 from .runs import OpTable, Read, Run, find_runs
 
 if TYPE_CHECKING:
@@ -152,14 +153,8 @@ def _is_forward(table: OpTable, layers: Layers, readers: Sequence[Sequence[int]]
         first = layers.start + layer * layers.period
         for offset, _ in layers.again:
             late[layer] |= {op for op in readers[first + offset] if op >= layers.stop}
-    pending = list(late[-1])
-    seen = set(pending)
-    while pending:
-        for op in readers[pending.pop()]:
-            if op not in seen:
-                seen.add(op)
-                pending.append(op)
-    return bool(late[0] & seen)
+    later = reached(late[-1], lambda op: readers[op])
+    return bool(late[0] & later)
 
 
 @dataclass(frozen=True)
