@@ -88,6 +88,9 @@ T = TypeVar("T")
 #: Memory spaces on a TPU's chip: VMEM, the CMEM of a v4, and scalar memory, by the numbers that
 #: libtpu prints in layouts: S(1), S(3) and S(6).
 ON_CHIP = frozenset((1, 3, 6))
+#: Elements of a tile of a TPU's memory, the shape of a vector register on all generations in the
+#: catalogue: lanes of the minor dimension, and rows (sublanes) of the one above.
+LANES, SUBLANES = 128, 8
 #: Ops that run no code on any target, as they only name, group or order values.
 BOOKKEEPING = named("bookkeeping")
 #: Ops that run computations of the program: loops, branches, calls.
@@ -136,6 +139,18 @@ class TensorType(NamedTuple):
     def __str__(self) -> str:
         """Return the HLO notation, such as ``f32[8,128]``."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def tiled_size(lanes: int, rows: int, least: int = 1) -> int:
+    """Return the elements that an array takes in a TPU's memory, padded to tiles.
+
+    Args:
+        lanes: Size of the minor dimension.
+        rows: Size of the one above. Tiles have 8, or the next power of two of fewer.
+        least: Fewest rows of a tile, at most 8.
+    """
+    tile = min(SUBLANES, max(least, 1 << max(rows - 1, 0).bit_length()))
+    return -(-lanes // LANES) * LANES * -(-rows // tile) * tile
 
 
 def constant_value(elements: list[T]) -> T | list[T] | None:

@@ -17,15 +17,22 @@ import numpy as np
 
 from ..cost.bytes import array_traffic
 from ..devices.device import DeviceSpec, MemoryLevel
-from ..ir.program import DTYPE_BITS, ON_CHIP, Computation, Op, TensorType
+from ..ir.program import (
+    DTYPE_BITS,
+    LANES,
+    ON_CHIP,
+    SUBLANES,
+    Computation,
+    Op,
+    TensorType,
+    tiled_size,
+)
 from ..kernels.kernel import Kernel
 from .columns import INDEX, TPU_COLUMNS
 from .roofline import compute_seconds, main_bytes, peaks
 from .row import rows as kernel_rows
 from .table import FeatureTable, feature_table, log_ratio, real_share
 
-#: Shape of a vector register, and so of a memory tile, on all generations in the catalogue.
-LANES, SUBLANES = 128, 8
 #: Bytes of a vector register: 8 × 128 values of 32 bits.
 REGISTER = SUBLANES * LANES * 4
 #: Cycles that libtpu estimates per vector register read or written: the median of its estimates for
@@ -69,20 +76,11 @@ def tiles(t: TensorType) -> Tiles:
     # Only the two minor dimensions are tiled; the others repeat tiles.
     if len(sizes) < 2:
         # A vector is tiled as (1024) from 1024 elements on, and in lanes of 128 below that.
-        elements = _up(lanes, SUBLANES * LANES if lanes >= SUBLANES * LANES else LANES)
+        step = SUBLANES * LANES if lanes >= SUBLANES * LANES else LANES
+        elements = -(-lanes // step) * step
     else:
-        # Arrays with fewer than eight rows get tiles of 1, 2 or 4 sublanes, so padding is smaller.
-        elements = outer * _up(lanes, LANES) * _up(sublanes, min(SUBLANES, _power(sublanes)))
+        elements = outer * tiled_size(lanes, sublanes)
     return Tiles(lanes, sublanes, outer, elements * DTYPE_BITS[t.dtype] / 8, tuple(order))
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
-
-
-def _power(size: int) -> int:
-    """Return the smallest power of two that is at least ``size``."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable:

@@ -9,10 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import permutations
 from math import prod
 
-from ...ir.program import DTYPE_BITS, TensorType
-
-#: Elements of a tile of memory: lanes of the minor dimension, and rows of the one above.
-LANES, SUBLANES = 128, 8
+from ...ir.program import DTYPE_BITS, LANES, SUBLANES, TensorType, tiled_size
 
 #: Dimensions of an array, minor to major, as :class:`TensorType` has them.
 Order = tuple[int, ...]
@@ -22,8 +19,7 @@ def default_order(t: TensorType) -> Order:
     """Return the order in which padding takes least, the program's own before others.
 
     Args:
-        t: Tiles have 128 lanes, and 8 rows or the next power of two; types of less than 32 bits
-            pack at least as many rows as fill a word.
+        t: Types of less than 32 bits pack at least as many rows as fill a word.
     """
     if len(t.shape) < 2:
         return tuple(range(len(t.shape)))
@@ -42,10 +38,8 @@ def _orders(t: TensorType) -> list[Order]:
 def padded_size(t: TensorType, order: Order) -> int:
     """Elements that an array of two dimensions or more takes in an order, padded to tiles."""
     lanes, rows = t.shape[order[0]], t.shape[order[1]]
-    packed = max(1, 32 // max(DTYPE_BITS[t.dtype], 1))
-    tile = min(SUBLANES, max(packed, 1 << max(rows - 1, 0).bit_length()))
-    outer = prod(t.shape[d] for d in order[2:])
-    return outer * -(-lanes // LANES) * LANES * -(-rows // tile) * tile
+    packed = 32 // max(DTYPE_BITS[t.dtype], 1)
+    return prod(t.shape[d] for d in order[2:]) * tiled_size(lanes, rows, packed)
 
 
 def row_major(t: TensorType) -> Order:
