@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..common.errors import DeviceError
+from ..common.files import is_yaml
 from ..common.options import (
     DeviceOpt,
     Json,
@@ -170,7 +170,7 @@ def design(context: typer.Context, subject: Subject, json_output: Json = False) 
     from ..predict.render.difference import print_comparison
 
     device = subject.device
-    base = unchanged(device) if Path(device).suffix.lower() in (".yaml", ".yml") else None
+    base = unchanged(device) if is_yaml(device) else None
     if base is None:
         raise DeviceError(
             "has no base device to compare with",

@@ -233,6 +233,16 @@ def gunzip(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
     return content
 
 
+def is_yaml(name: str | Path) -> bool:
+    """Return whether a name is that of a YAML file."""
+    return Path(name).suffix.lower() in (".yaml", ".yml")
+
+
+def is_description(name: str | Path) -> bool:
+    """Return whether a name is that of a YAML or JSON file, as describe devices and models."""
+    return is_yaml(name) or Path(name).suffix.lower() == ".json"
+
+
 def file_stamp(path: Path | str) -> tuple[int, int, int] | None:
     """Inode, size and modification time in nanoseconds, which identify a file's content.
 

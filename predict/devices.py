@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError
-from ..common.files import file_stamp, own_data, printable
+from ..common.files import file_stamp, is_description, own_data, printable
 from ..common.paths import home
 from ..features.devices.catalogue import (
     base_of,
@@ -171,7 +171,7 @@ def device_stamp(device: str | Path) -> tuple[object, ...]:
         be of the device by one of its aliases (:func:`resolve_device`, with the same trained
         devices).
     """
-    if Path(device).suffix.lower() in (".json", ".yaml", ".yml"):
+    if is_description(device):
         return (str(device), file_stamp(device))
     folder = home() / "devices"
     try:

@@ -22,6 +22,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from .. import __version__
 from ..common.errors import OpcastError
+from ..common.files import is_yaml
 from ..models.core.store import read_manifest
 from ..predict.locate import find_model, is_untrained
 from . import answers, cluster_schemas, documents, schemas
@@ -250,7 +251,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         if device:
             service.device(service.model(None), device)
         # ``find_cluster`` reads files, too; a request must not name a path.
-        if cluster.lower().endswith((".yaml", ".yml")):
+        if is_yaml(cluster):
             raise RequestError(422, "the server does not read files", where="cluster")
         task = {"kind": kind, "model": service.operator_model(query.model)}
         work = service.sandbox.run(task, query.model_dump_json().encode())

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from ..common.errors import DeviceError, ModelError
+from ..common.files import is_description
 from ..common.types import JsonObject
 from ..features.devices.catalogue import device_names, find_device
 from ..features.devices.device import DeviceSpec
@@ -19,8 +20,6 @@ from .metrics import Metrics
 from .sandbox import Sandbox
 from .settings import ServerSettings
 
-# Suffixes that ``resolve_device`` treats as paths.
-_FILES = (".json", ".yaml", ".yml")
 #: Maximum number of cached device names; aliases have an unlimited number of spellings. Engineering
 #: estimate.
 _REMEMBERED = 4096
@@ -118,7 +117,7 @@ class Service:
         if known is not None:
             return known
         # ``local`` would be the server's machine, and a file would be a path on it.
-        if name == "local" or name.lower().endswith(_FILES):
+        if name == "local" or is_description(name):
             raise DeviceError(f"{name!r} is not the name of a device", hint="see GET /v1/devices")
         predictor = self.predictors[model]
         spec = resolve_device(name, predictor.devices)

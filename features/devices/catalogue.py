@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ...common import plugins
 from ...common.errors import DeviceError
+from ...common.files import is_description, is_yaml
 from ...common.paths import PACKAGE
 from .device import DeviceSpec, device_slug
 from .rules import generations
@@ -131,8 +132,9 @@ def device_file(device: str | Path) -> DeviceSpec | None:
             f"a device is given by {type(device).__name__} {device!r}",
             hint="give its name, the path of its file, or an opcast.DeviceSpec",
         )
-    is_file = Path(device).suffix.lower() in (".json", ".yaml", ".yml")
-    return _own_name(DeviceSpec.from_file(device), Path(device)) if is_file else None
+    if not is_description(device):
+        return None
+    return _own_name(DeviceSpec.from_file(device), Path(device))
 
 
 def _own_name(device: DeviceSpec, path: Path) -> DeviceSpec:
@@ -328,7 +330,7 @@ def _figures(chip: DeviceSpec) -> tuple[float, ...]:
 
 def has_ranges(device: str) -> bool:
     """Return whether a device is a file that describes several designs."""
-    return Path(device).suffix.lower() in (".yaml", ".yml") and len(load_designs(device)) > 1
+    return is_yaml(device) and len(load_designs(device)) > 1
 
 
 @cache

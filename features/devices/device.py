@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ...common.errors import DeviceError
-from ...common.files import parse_json
+from ...common.files import is_yaml, parse_json
 from ...common.types import JsonObject
 from ..ir.program import DTYPE_BITS, DTYPES, REDUCED
 from .rules import Architecture, makers, rules_of
@@ -232,7 +232,7 @@ class DeviceSpec:
                 each other.
         """
         path = Path(path)
-        if path.suffix.lower() in (".yaml", ".yml"):
+        if is_yaml(path):
             # Device files may name a base in the catalogue, which imports this module.
             read: DeviceSpec = import_module(".catalogue", __package__).load_device_file(path)
             return read

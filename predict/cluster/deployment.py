@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from ...common.errors import DeviceError, PlanError
+from ...common.files import is_yaml
 from ...features.devices.catalogue import in_catalogue, read_device
 from ...features.devices.device import DeviceSpec
 from ...simulate.clusters.catalogue import find_cluster, joined
@@ -370,7 +371,7 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
             where="overlap",
             hint="use a plan such as dp=16, or omit both",
         )
-    by_file = fleet.cluster.lower().endswith((".yaml", ".yml"))
+    by_file = is_yaml(fleet.cluster)
     found = Deployment(
         model=model,
         device=device,

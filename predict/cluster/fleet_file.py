@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...common.errors import PlanError, meant
-from ...common.files import parse_yaml
+from ...common.files import is_description, parse_yaml
 from ...common.options import flat_options, made
 from ...common.types import JsonMapping, JsonObject, typed
 from ...simulate.serving.latencies import FREE, Slo
@@ -248,7 +248,7 @@ def _no_files(given: object, where: str) -> None:
     if isinstance(given, dict | list):
         for own in (*given, *(given.values() if isinstance(given, dict) else ())):
             _no_files(own, where)
-    elif "/" in str(given) or str(given).lower().endswith((".yaml", ".yml", ".json")):
+    elif "/" in str(given) or is_description(str(given)):
         raise PlanError("files of the server are not read", where=f"{where}: {given}")
 
 

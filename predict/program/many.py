@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pandas as pd
 
 from ...common.errors import DeviceError, OpcastError, fault
+from ...common.files import is_yaml
 from ...common.interval import LATENCY_KEYS, Interval
 from ...common.types import JsonMapping, JsonObject
 from ...features.devices.catalogue import Design, load_designs
@@ -78,7 +79,7 @@ def find_chips(
     """
     chips = []
     for name in names:
-        if str(name).lower().endswith((".yaml", ".yml")):
+        if is_yaml(str(name)):
             chips.append(Chip(name, tuple(load_designs(name))))
         else:
             own = here if here is not None and name == "local" else resolve_device(name, known)

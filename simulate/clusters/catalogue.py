@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 
 from ...common.errors import DeviceError
-from ...common.files import own_data
+from ...common.files import is_yaml, own_data
 from ...common.types import JsonObject
 from ...features.devices.catalogue import find_device, in_catalogue, typed_name
 from ...features.devices.device import DeviceSpec, device_slug
@@ -57,7 +57,7 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
         return name
     text = str(name)
     # The suffix decides before the catalogue does: a file may have the name of an entry.
-    if Path(text).suffix in (".yaml", ".yml"):
+    if is_yaml(text):
         return load_cluster(text)
     shaped = _SHAPED.fullmatch(device_slug(text))
     if shaped and (typed := typed_name(shaped["device"])):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import DeviceError, meant
-from ...common.files import parse_yaml, write_text
+from ...common.files import is_yaml, parse_yaml, write_text
 from ...common.types import JsonObject
 from .topology import Cluster, Dimension, Topology
 
@@ -59,7 +59,7 @@ def load_cluster(path: Path | str) -> Cluster:
     if "npus_count" in data:
         return Cluster(path.stem, "", _from_astra(data, str(path)))
     beside = path.parent / str(data.get("device"))
-    if beside.suffix in (".yaml", ".yml") and beside.exists():
+    if is_yaml(beside) and beside.exists():
         data = {**data, "device": str(beside)}
     return cluster_of(data, str(path))
 

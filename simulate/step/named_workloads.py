@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...common.errors import PlanError
+from ...common.files import is_yaml
 from ...features.cost.formats import format_name
 from .configs import read_config
 from .presets import Preset, close_names, family_settings, find_preset, unsupported
@@ -107,7 +108,7 @@ def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()
     """
     values: dict[str, object] = {}
     family = text
-    if text.lower().endswith((".yaml", ".yml")):
+    if is_yaml(text):
         values = read_pairs(text, "workload")
         family = str(values.pop("family", "llama"))
         values = once(values.items(), ALIASES, text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from ...common.errors import PlanError, meant
-from ...common.files import parse_yaml
+from ...common.files import is_yaml, parse_yaml
 from ...common.options import Option
 from ...common.types import JsonObject
 
@@ -65,7 +65,7 @@ def read_pairs(text: str, what: str) -> JsonObject:
     Raises:
         PlanError: The file cannot be read, or the pairs are invalid (:func:`pairs_of`).
     """
-    if text.lower().endswith((".yaml", ".yml")):
+    if is_yaml(text):
         return _read_yaml(Path(text), what)
     return dict(pairs_of(text, what))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from ...common.files import is_description
 from ...common.options import (
     HfOpt,
     LossOpt,
@@ -104,7 +105,7 @@ def step_fits(settings: FitSettings, workload: str) -> list[MemoryFit]:
     case = PlannedStep(cluster=own.cluster, plan=own.plan, framework=own.framework)
     places = [own.cluster] if own.cluster else map(_alone, own.device.split(","))
     # A name such as llama-3.1-405b has no suffix.
-    file = workload.lower().endswith((".json", ".yaml", ".yml"))
+    file = is_description(workload)
     name = Path(workload).stem if file else workload
     return [step_fit(case, place, work, own.risk, name) for place in places]
 

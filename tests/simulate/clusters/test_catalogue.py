@@ -148,9 +148,10 @@ def test_names_that_are_not_there(name, what):
         find_cluster(name)
 
 
-def test_a_path_is_a_name(tmp_path):
-    save_cluster(find_cluster("b200-x4"), tmp_path / "mine.yaml")
-    assert find_cluster(tmp_path / "mine.yaml") == find_cluster("b200-x4")
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.YML"])
+def test_a_path_is_a_name(tmp_path, name):
+    save_cluster(find_cluster("b200-x4"), tmp_path / name)
+    assert find_cluster(tmp_path / name) == find_cluster("b200-x4")
 
 
 def test_networks_are_slower_than_boxes():
