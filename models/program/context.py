@@ -23,8 +23,7 @@ from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
 from ...features.table.columns import INDEX
 from ...features.table.roofline import compute_seconds, memory_seconds
 from ...features.table.row import rows
-from ...simulate.program.list_schedule import list_schedule
-from .schedule_cost import SMALLEST, durations, reads
+from .schedule_cost import SMALLEST, durations, timeline
 
 #: Fractions of the last-level cache for the reuse features: from the size of an inner cache level
 #: to certain eviction. Engineering estimates; the trees choose among them.
@@ -222,10 +221,8 @@ def _beside(
 ) -> list[np.ndarray]:
     """Concurrency of each kernel with others, and the hidden share of the program's time."""
     times = durations(latency_s, kernels) * np.array([k.multiplicity for k in kernels])
-    workers = max(1, device.core_count) if device.platform == "cpu" else 1
-    channel = [k.async_role == "start" for k in kernels]
     # Predicted times suffice: only the order and overlap that they imply matter.
-    line = list_schedule(times, reads(kernels), workers, channel)
+    line = timeline(times, kernels, device)
     # Integral over time of the number of running kernels: over a kernel's own span it counts the
     # kernel itself and all concurrent ones.
     edges = np.unique(np.concatenate([line.start, line.end]))
@@ -235,7 +232,7 @@ def _beside(
     work = np.interp(line.end, edges, busy) - np.interp(line.start, edges, busy)
     others = np.where(times > 0, work / np.maximum(times, SMALLEST) - 1.0, 0.0)
     overlap = 1.0 - line.makespan / max(float(times.sum()), SMALLEST)
-    return [np.clip(others, 0.0, workers), np.full(len(kernels), overlap)]
+    return [np.clip(others, 0.0, line.workers), np.full(len(kernels), overlap)]
 
 
 def _neighbours(latency_s: np.ndarray, kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ from ...features.operators.physics import resident_share
 from ...features.table.columns import CODE, INDEX
 from ...features.table.roofline import compute_seconds, main_bytes, peaks
 from ...features.table.row import rows
-from ...simulate.program.list_schedule import critical_path, list_schedule
+from ...simulate.program.list_schedule import Timeline, critical_path, list_schedule
 
 #: Least predicted time of a program (s); keeps logarithms finite for empty programs.
 SMALLEST = 1e-7
@@ -99,13 +99,9 @@ def schedule_cost(
     counts = np.array([k.multiplicity for k in kernels], np.float64)
     times = durations(latency_s, kernels) * counts
     total = max(float(times.sum()), SMALLEST)
-    # XLA on CPUs runs independent kernels on a thread pool; GPUs and TPUs run one stream.
-    workers = max(1, device.core_count) if device.platform == "cpu" else 1
     by_kind = dict.fromkeys(KINDS, 0.0)
     for kernel, time in zip(kernels, times.tolist(), strict=True):
         by_kind[kernel.kind] = by_kind.get(kernel.kind, 0.0) + time
-    waits = reads(kernels)
-    channel = [k.async_role == "start" for k in kernels]
     takes_time = np.array([k.takes_time for k in kernels], bool)
     # Kernels that are called in line have no overhead after the first iteration.
     own_runs = np.where(inline(kernels, device), np.minimum(counts, 1.0), counts)
@@ -113,8 +109,8 @@ def schedule_cost(
     looped = sum(t for k, t in zip(kernels, times.tolist(), strict=True) if k.scope)
     return ScheduleCost(
         total=total,
-        critical=max(critical_path(times, waits), SMALLEST),
-        makespan=max(list_schedule(times, waits, workers, channel).makespan, SMALLEST),
+        critical=max(critical_path(times, reads(kernels)), SMALLEST),
+        makespan=max(timeline(times, kernels, device).makespan, SMALLEST),
         executions=executions,
         gaps=executions * device.launch_gap,
         floors=executions * device.floor,
@@ -124,6 +120,21 @@ def schedule_cost(
         shares=tuple(by_kind[kind] / total for kind in KINDS),
         concentration=_concentration(times, kernels),
     )
+
+
+def timeline(times: np.ndarray, kernels: Sequence[Kernel], device: DeviceSpec) -> Timeline:
+    """Place kernels on a device's workers, with one channel for asynchronous copies.
+
+    Args:
+        times: Seconds of all executions of each kernel, shape ``(n_kernels,)``.
+        kernels: Kernels in schedule order.
+        device: Device that they run on.
+    """
+    # XLA's CPU runtime executes independent kernels on a pool of threads; GPUs and TPUs run one
+    # compute stream, with asynchronous copies beside it.
+    workers = max(1, device.core_count) if device.platform == "cpu" else 1
+    channel = [k.async_role == "start" for k in kernels]
+    return list_schedule(times, reads(kernels), workers, channel)
 
 
 def inline(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:

@@ -14,8 +14,7 @@ from ...features.kernels.kernel import LoweredProgram
 from ...features.kernels.memory import memory_over_time
 from ...features.kernels.provenance import ModulePath, ModulePaths
 from ...features.table.roofline import roofline
-from ...models.program.schedule_cost import durations, reads
-from ...simulate.program.list_schedule import list_schedule
+from ...models.program.schedule_cost import durations, timeline
 from ..program.predictor import Prediction
 from .assemble import rounded, short
 
@@ -66,15 +65,11 @@ def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceS
     counts = np.array([k.multiplicity for k in kernels], np.float64)
     one = np.array([k.latency_us for k in prediction.kernels], np.float64)
     times = durations(one, kernels) * counts
-    # XLA's CPU runtime executes independent kernels on a pool of threads; GPUs and TPUs run one
-    # compute stream, with asynchronous copies beside it.
-    workers = max(1, device.core_count) if device.platform == "cpu" else 1
-    channel = [k.async_role == "start" for k in kernels]
-    plan = list_schedule(times, reads(kernels), workers, channel)
+    plan = timeline(times, kernels, device)
     beyond = prediction.latency_us - plan.makespan
     stretch = min(1.0, prediction.latency_us / plan.makespan) if plan.makespan > 0 else 1.0
     # Asynchronous copies have no gap: they do not occupy the compute stream.
-    runs = np.where((times > 0) & ~np.array(channel, bool), counts, 0.0)
+    runs = np.where((times > 0) & (plan.worker < plan.workers), counts, 0.0)
     gap = max(beyond, 0.0) / max(float(runs.sum()), 1.0)
     # A launch precedes its kernel: the first execution waits for one, and the last kernel ends with
     # the program. The first gap of a kernel lies before it, the others inside it.
@@ -82,7 +77,7 @@ def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceS
     first = gap * (runs > 0)
     start = plan.start * stretch + shift - gap * runs + first
     end = plan.end * stretch + shift
-    return Schedule(start, end, times * stretch, plan.worker, workers, stretch)
+    return Schedule(start, end, times * stretch, plan.worker, plan.workers, stretch)
 
 
 def kernel_columns(

@@ -56,11 +56,13 @@ class Timeline:
         end: End of each kernel, all its executions included.
         worker: Worker that it occupies; the number of workers for the communication channel,
             :data:`NO_WORKER` for kernels that take no time.
+        workers: Number of workers.
     """
 
     start: np.ndarray
     end: np.ndarray
     worker: np.ndarray
+    workers: int
 
     @property
     def makespan(self) -> float:
@@ -105,7 +107,7 @@ def list_schedule(
             begin = max(begin, ready)
             heapq.heappush(free, (begin + time, where[i]))
         start[i], end[i] = begin, begin + time
-    return Timeline(np.array(start), np.array(end), np.array(where, dtype=np.int64))
+    return Timeline(np.array(start), np.array(end), np.array(where, np.int64), workers)
 
 
 def critical_path(
