@@ -14,6 +14,7 @@ import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.progress import stages, tracked, wrote
+from ..common.tables_text import print_frame
 from ..features.devices.identity import identified
 from ..predict.locate import OPERATOR_MODEL
 from .measured.calibration_samples import FAR, check_unseen, far_off
@@ -301,14 +302,10 @@ def save_adapted(console: Console, model: CostModel | OpModel, settings: Calibra
 
 
 def _print_curves(console: Console, curves: Sequence[Curve], what: str) -> None:
-    from ..common.tables_text import print_frame
-
     print_frame(console, _curve_table(curves), f"{curves[0].device}: {what}")
 
 
 def _print_asked(console: Console, asked: Sequence[Asked], device: str) -> None:
-    from ..common.tables_text import print_frame
-
     print_frame(
         console,
         pd.DataFrame([row for own in asked for row in _asked_rows(own)]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -333,6 +333,13 @@ def distinct(values: pd.Series | np.ndarray) -> tuple[np.ndarray, list[Any]]:
 
     code, found = pd.factorize(values)
     return code, list(found)
+
+
+def by_name(names: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the distinct names in alphabetical order, each with its positions."""
+    code, found = distinct(names)
+    for place in sorted(range(len(found)), key=lambda at: str(found[at])):
+        yield str(found[place]), np.flatnonzero(code == place)
 
 
 def texts_of(values: pd.Series) -> np.ndarray:

@@ -12,7 +12,7 @@ level above, so that a library with few rows falls back to its device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.devices.rules import rules_of
-from ...features.operators.columns import OpRows, distinct
+from ...features.operators.columns import OpRows, by_name, distinct
 
 #: Architecture, number of cores, lanes per core; devices with the same chip differ in memory or
 #: power only.
@@ -212,10 +212,10 @@ class DeviceEffects:
         """
         self.table = {"": _ridge(share, ratio)}
         rest = ratio - share @ self.table[""]
-        for name, rows in _parts(device):
+        for name, rows in by_name(device):
             self.table[name] = _ridge(share[rows], rest[rows])
             own = rest[rows] - share[rows] @ self.table[name]
-            for inner, some in _parts(library[rows]):
+            for inner, some in by_name(library[rows]):
                 effect = _ridge(share[rows][some], own[some])
                 self.table[f"{name}{_SEPARATOR}{inner}"] = effect
         return self
@@ -225,9 +225,9 @@ class DeviceEffects:
         ratio = np.zeros(len(share))
         if not self.table:
             return ratio
-        for name, rows in _parts(device):
+        for name, rows in by_name(device):
             above = self.table[""] + self.table.get(name, np.zeros(3))
-            for inner, some in _parts(library[rows]):
+            for inner, some in by_name(library[rows]):
                 effect = above + self.table.get(f"{name}{_SEPARATOR}{inner}", np.zeros(3))
                 ratio[rows[some]] = share[rows[some]] @ effect
         return ratio
@@ -245,8 +245,8 @@ class DeviceEffects:
     def knows(self, device: np.ndarray, library: np.ndarray) -> np.ndarray:
         """Mask of rows whose library was fitted on their device, shape ``(n,)``."""
         found = np.zeros(len(device), bool)
-        for name, rows in _parts(device):
-            for inner, some in _parts(library[rows]):
+        for name, rows in by_name(device):
+            for inner, some in by_name(library[rows]):
                 found[rows[some]] = f"{name}{_SEPARATOR}{inner}" in self.table
         return found
 
@@ -279,7 +279,7 @@ class DeviceEffects:
         devices = [name for name in self.table if name and _SEPARATOR not in name]
         if not devices:
             return ratio
-        for inner, rows in _parts(library):
+        for inner, rows in by_name(library):
             # Devices with this library predict better; without any, use all devices.
             own = [d for d in devices if f"{d}{_SEPARATOR}{inner}" in self.table]
             effects = [self.table[d] + self.table[f"{d}{_SEPARATOR}{inner}"] for d in own]
@@ -301,11 +301,3 @@ class DeviceEffects:
 def _ridge(share: np.ndarray, ratio: np.ndarray) -> np.ndarray:
     square = share.T @ share + RIDGE * np.eye(share.shape[1])
     return np.asarray(np.linalg.solve(square, share.T @ ratio))
-
-
-def _parts(names: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Positions of each name."""
-    code, found = distinct(names)
-    # In the order of the names, which decides the order of saved tables.
-    for place in sorted(range(len(found)), key=lambda at: str(found[at])):
-        yield str(found[place]), np.flatnonzero(code == place)

@@ -16,7 +16,7 @@ from ...common.types import JsonMapping
 from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
-from ...features.operators.columns import OpRows, distinct
+from ...features.operators.columns import OpRows, by_name, distinct
 from ...features.operators.op import moving_s
 from ..trust.calibrator import (
     LEAST_SETS,
@@ -187,11 +187,9 @@ class DeviceIntervals:
             least: Fewest scores of a device.
         """
         for names, fewest in ((device, least), (_within(device, dtype), MIN_SCORES)):
-            code, found = distinct(names)
-            for place in sorted(range(len(found)), key=lambda at: str(found[at])):
-                own = np.flatnonzero(code == place)
+            for name, own in by_name(names):
                 if len(own) >= fewest:
-                    self.fit_device(str(found[place]), scores[own], predicted_s[own])
+                    self.fit_device(name, scores[own], predicted_s[own])
 
     def fit_unseen(
         self,
@@ -228,12 +226,10 @@ class DeviceIntervals:
             device: Devices, shape ``(n,)``.
         """
         self.ends.ends[NEW_GROUP, 0] = grouped_ends(scores, group) or UNKNOWN
-        code, names = distinct(device)
-        for place in sorted(range(len(names)), key=lambda at: str(names[at])):
-            own = code == place
+        for name, own in by_name(device):
             if len(set(group[own])) >= LEAST_SETS:
-                found, name = grouped_ends(scores[own], group[own]), f"{NEW_GROUP}{names[place]}"
-                self.edges[name], self.ends.ends[name, 0] = [], found or UNKNOWN
+                key, found = f"{NEW_GROUP}{name}", grouped_ends(scores[own], group[own])
+                self.edges[key], self.ends.ends[key, 0] = [], found or UNKNOWN
 
     def of_new_groups(
         self, device: np.ndarray, predicted_s: np.ndarray

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
 
 #: Name of a device's default model.
-#: Name of a device's default model.
 LEARNED = "learned"
 #: Name of the roofline. Other estimators fall back to the same source, but for the roofline itself
 #: it is no fallback.

@@ -18,6 +18,7 @@ from .parts import (
     line_of,
     place_table,
     print_notes,
+    span_of,
     timed_headline,
     unfit,
 )
@@ -146,9 +147,6 @@ def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
         own = group[0]
         return f"{star(own.module) if len(group) > 1 else own.module}{_named(own)}".strip()
 
-    def interval(group: Sequence[AtenEstimate]) -> str:
-        return f"{duration(min(o.lo_us for o in group))}–{duration(max(o.hi_us for o in group))}"
-
     whole = total(p.operators) or 1.0
     # The time, the line and the operator are never omitted.
     columns: tuple[Column[Sequence[AtenEstimate]], ...] = (
@@ -160,7 +158,7 @@ def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
         Column("shape", lambda g: _shape(g[0]), 2, "left"),
         Column("dtype", lambda g: g[0].dtype, 3, "left"),
         Column("source", lambda g: g[0].source, 4, "left"),
-        Column("interval of one", interval, 5),
+        Column("interval of one", span_of, 5),
     )
     ranked = sorted(groups.values(), key=lambda g: -total(g))
     return fitted_table(width, columns, ranked[:top])

@@ -226,6 +226,12 @@ def line_of(source_line: str) -> str:
     return source_line.rsplit("/", 1)[-1]
 
 
+def span_of(group: Iterable[HasLatency]) -> str:
+    """Return the interval that contains those of all members."""
+    members = list(group)
+    return f"{duration(min(m.lo_us for m in members))}–{duration(max(m.hi_us for m in members))}"
+
+
 def runs_priced(cost: float) -> tuple[float, str]:
     """Return the number of runs to state a cost for, so that it is at least a cent, in words."""
     several = ((1e3, "per 1,000 runs"), (1e6, "per million runs"))

@@ -33,6 +33,7 @@ from .parts import (
     print_notes,
     root_of,
     runs_priced,
+    span_of,
     timed_headline,
     unfit,
 )
@@ -142,9 +143,6 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
     def source(group: Sequence[KernelEstimate]) -> str:
         return group[0].source + ("" if group[0].in_domain else " (outside)")
 
-    def interval(group: Sequence[KernelEstimate]) -> str:
-        return f"{duration(min(k.lo_us for k in group))}–{duration(max(k.hi_us for k in group))}"
-
     def name(group: Sequence[KernelEstimate]) -> str:
         # Names of fusions grow with their ops.
         return group[0].name[:34] + (f" +{len(group) - 1}" if len(group) > 1 else "")
@@ -159,7 +157,7 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
         Column("bound", lambda g: g[0].bound, 2, "left"),
         Column("kind", lambda g: g[0].kind, 3, "left"),
         Column("source", source, 4, "left"),
-        Column("interval of one", interval, 5),
+        Column("interval of one", span_of, 5),
         Column("kernel", name, 6, "left"),
     )
     ranked = sorted(groups.values(), key=lambda group: -_total(group))

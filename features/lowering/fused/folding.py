@@ -224,6 +224,14 @@ def padded(
     return Node("pad", [node, value], (kind,), {"padding": tuple(config)}, source=source)
 
 
+def reduced(node: Node, value: Node, dims: Sequence[int]) -> Node:
+    """Reduce dimensions of ``value`` as the reduction ``node`` does, from the same start."""
+    shape = tuple(size for d, size in enumerate(value.type.shape) if d not in dims)
+    kind, attrs = TensorType(node.type.dtype, shape), {**node.attrs, "dimensions": tuple(dims)}
+    operands = [value, node.operands[1]]
+    return Node("reduce", operands, (kind,), attrs, node.called, source=node.source)
+
+
 def _reshape(node: Node) -> Node | None:
     inner = node.operands[0]
     if inner.type.shape == node.type.shape:

@@ -22,7 +22,7 @@ from ...ir.program import (
     dtype_family,
 )
 from .clusters import Reduction, Shape, is_loop_reduction, reduction
-from .folding import converted, is_elementwise, padded, reshape, splat_node
+from .folding import converted, is_elementwise, padded, reduced, reshape, splat_node
 from .graph import Graph, Node, rewrite
 from .machine import Machine
 
@@ -58,9 +58,7 @@ def _apart(node: Node) -> list[Node]:
                 runs.append([d])
         longest = max(runs, key=lambda run: prod(shape[d] for d in run))
         kept = [d for d in range(len(shape)) if d not in longest]
-        kind = TensorType(node.type.dtype, tuple(shape[d] for d in kept))
-        attrs = {**node.attrs, "dimensions": tuple(longest)}
-        first = Node("reduce", [value, start], (kind,), attrs, node.called, source=node.source)
+        first = reduced(node, value, longest)
         node.operands = [first, start]
         node.attrs = {**node.attrs, "dimensions": tuple(i for i, d in enumerate(kept) if d in dims)}
         steps.append(first)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import prod
 
 from ...ir.program import DTYPE_BITS, TensorType
-from .folding import converted, is_elementwise, padded, reshape, simplify_view, spread
+from .folding import converted, is_elementwise, padded, reduced, reshape, simplify_view, spread
 from .graph import Graph, Node, constant, rewrite_all
 from .orders import groups_of
 
@@ -127,10 +127,7 @@ def _summed(node: Node) -> Node | None:
     if not whole:
         return None
     first = sorted(d for group, _ in whole for d in group)
-    rest = [d for d in range(len(before)) if d not in first]
-    kind = TensorType(node.type.dtype, tuple(before[d] for d in rest))
-    attrs = {**node.attrs, "dimensions": tuple(first)}
-    made = Node("reduce", [inner, start], (kind,), attrs, node.called, source=node.source)
+    made = reduced(node, inner, first)
     done = {d for _, after in whole for d in after}
     # Dimensions of size one that are reduced too are not left.
     done |= {d for d in gone if shape[d] == 1}

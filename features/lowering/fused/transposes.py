@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...ir.program import TensorType
 from .clusters import source_of
-from .folding import is_elementwise, spread, transposed
+from .folding import is_elementwise, reduced, spread, transposed
 from .graph import Graph, Node, rewrite, users_of
 
 #: Ops in a row that a transpose is moved below at most. Engineering estimate: XLA repeats its
@@ -186,15 +186,12 @@ def _turned_result(
 
 
 def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:
-    wide, start = node.operands
-    inner = wide.operands[0]
+    inner = node.operands[0].operands[0]
     dims = tuple(sorted(order[d] for d in node.attrs["dimensions"]))
     kept = [d for d in range(len(order)) if d not in dims]
     place = {d: i for i, d in enumerate(kept)}
     turn = tuple(place[order[d]] for d in range(len(order)) if order[d] not in dims)
-    kind = TensorType(node.type.dtype, tuple(inner.type.shape[d] for d in kept))
-    attrs = {**node.attrs, "dimensions": dims}
-    made = Node("reduce", [inner, start], (kind,), attrs, node.called, source=node.source)
+    made = reduced(node, inner, dims)
     return Node("transpose", [made], node.results, {"dimensions": turn}, source=node.source)
 
 
