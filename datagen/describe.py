@@ -10,12 +10,10 @@ import pandas as pd
 
 from ..common.errors import OpcastError
 from ..common.types import JsonObject
+from .profile.plan import REPLICATE
 
 if TYPE_CHECKING:
     from ..features.dataset import Dataset
-
-#: Separates a program's key from the number of its replicate, as in ``profile.plan``.
-_REPLICATE = "#"
 
 
 def describe(dataset: Dataset) -> dict[str, object]:
@@ -37,7 +35,7 @@ def describe(dataset: Dataset) -> dict[str, object]:
     kinds = names.str.split("/").str[-1].where(operators, frame["kind"])
     return {
         "samples": len(frame),
-        "programs": int(frame["program"].str.split(_REPLICATE).str[0].nunique()),
+        "programs": int(frame["program"].str.split(REPLICATE).str[0].nunique()),
         "distinct_kernels": int(kernels["kernel_hash"].nunique()),
         "by_level": _counts(frame["level"]),
         "by_kind": _counts(kinds),
@@ -75,7 +73,7 @@ def noise_floor(frame: pd.DataFrame) -> dict[str, object]:
 
 
 def _noise(frame: pd.DataFrame) -> dict[str, object]:
-    base = frame["program"].str.split(_REPLICATE).str[0]
+    base = frame["program"].str.split(REPLICATE).str[0]
     first = frame.assign(base=base)
     replicates = _pairs(first, ["kernel_hash", "device", "base"])
     # Replicates are left out here: they repeat the program, not only the kernel.

@@ -20,9 +20,10 @@ from pathlib import Path
 from ...common.errors import DatasetError
 from ...common.files import gunzip, write_bytes
 from ...common.types import JsonMapping, JsonObject
+from ..profile.plan import REPLICATE
 from .journal import Journal
 from .machine import COLUMNS, scrubbed
-from .plan import REPLICATE, Plan
+from .plan import Plan
 
 #: Schema version of an archive.
 SCHEMA = 1

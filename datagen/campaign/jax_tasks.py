@@ -16,6 +16,7 @@ from ...common.errors import ProfileError
 from ...common.types import JsonObject
 from ..profile.runner import (
     DEFAULT_CACHE_BYTES,
+    SHARED_BYTES,
     Runner,
     first_runs,
     long_runs,
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 #: Maximum number of executions under the profiler: their events are kept one by one.
 _TRACED = 12
-#: Programs with more argument bytes than this are traced alone, since a session keeps the
-#: arguments of all its programs in memory.
-_SHARED_BYTES = 256e6
 
 
 class _Measured(NamedTuple):
@@ -88,7 +86,7 @@ def traced(cases: Sequence[JsonObject], tell: Tell) -> None:
             continue
         tell(compiled.key, None)
         group.append(own)
-        if compiled.bytes > _SHARED_BYTES:
+        if compiled.bytes > SHARED_BYTES:
             _trace(group, tell)
     _trace(group, tell)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ...common.types import JsonObject
 from ...common.versions import installed
-from ..profile.host import cpu_mhz, first_line, output_of
+from ..profile.host import cpu_mhz, first_line, nvidia_smi, output_of
 
 #: Columns of the file; empty cells are values that the device does not provide.
 COLUMNS = ("time", "core_mhz", "memory_mhz", "power_w", "temperature_c", "load_percent")
@@ -240,15 +240,11 @@ def host_record(hosts: Mapping[str, object], platform_name: str) -> JsonObject:
 
 
 def _nvidia() -> dict[str, str]:
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    common = ("--format=csv,noheader", f"--id={_visible()}")
-    whole = output_of("nvidia-smi", f"--query-gpu={','.join(_NVIDIA)}", *common)
-    values = [value.strip() for value in whole.split(",")]
-    if len(values) == len(_NVIDIA):
-        return dict(zip(_NVIDIA, values, strict=True))
-    single = {name: output_of("nvidia-smi", f"--query-gpu={name}", *common) for name in _NVIDIA}
-    return {name: text for name, text in single.items() if text}
+    gpu = _visible()
+    found = nvidia_smi(_NVIDIA, gpu)
+    for name in () if found else _NVIDIA:
+        found |= nvidia_smi((name,), gpu)
+    return found
 
 
 def scrubbed(record: Mapping[str, object]) -> JsonObject:

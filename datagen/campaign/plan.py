@@ -20,13 +20,12 @@ from typing import Annotated
 from ...common.errors import ProfileError
 from ...common.options import Option, duration_text, folder, seconds_of
 from ...common.types import JsonMapping, JsonObject
+from ..profile.plan import REPLICATE
 
 #: Specification of a case: sizes and words by name.
 Spec = Mapping[str, object]
 #: Plan files by platform; any other platform uses the plan for accelerators.
 _FILES = {"cpu": "rehearsal.toml"}
-#: Marks a second measurement of a case, which shows the noise.
-REPLICATE = "#"
 #: Maximum fraction of the budget for which a case runs back to back.
 _LONG_PART = 1 / 50
 #: Suffixes of given programs.

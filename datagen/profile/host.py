@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -132,12 +133,13 @@ def cpu_mhz() -> float:
     return sum(clocks) / len(clocks) if clocks else 0.0
 
 
-def nvidia_smi() -> dict[str, str]:
-    """Driver, clocks and power of the first NVIDIA GPU; empty if there is none."""
-    query = f"--query-gpu={','.join(_NVIDIA_FIELDS)}"
-    answer = output_of("nvidia-smi", query, "--format=csv,noheader", "--id=0")
+def nvidia_smi(fields: Sequence[str] = _NVIDIA_FIELDS, gpu: str = "0") -> dict[str, str]:
+    """Values of an NVIDIA GPU by field; empty if there is none, or it rejects a field."""
+    query = f"--query-gpu={','.join(fields)}"
+    answer = output_of("nvidia-smi", query, "--format=csv,noheader", f"--id={gpu}")
     values = [value.strip() for value in answer.split(",")]
-    return dict(zip(_NVIDIA_FIELDS, values, strict=False)) if answer else {}
+    known = answer and len(values) == len(fields)
+    return dict(zip(fields, values, strict=True)) if known else {}
 
 
 def output_of(*command: str) -> str:

@@ -21,6 +21,7 @@ from .plan import Item, LoadedItem, load_item
 from .runner import (
     LONG_SECONDS,
     PROGRAM_SECONDS,
+    SHARED_BYTES,
     STEADY,
     WALL_SECONDS,
     MakeArguments,
@@ -42,9 +43,6 @@ _NARROW = 0.1
 _SESSIONS = 2
 #: Attempts to measure without disturbance; long programs have only one.
 _TRIES = 3
-#: Programs with more argument bytes than this are measured in a separate session, because a session
-#: keeps the arguments of all its programs in memory.
-_SHARED_BYTES = 256e6
 
 
 @dataclass
@@ -176,7 +174,7 @@ def measure(
             group.clear()
 
     for program in programs:
-        alone = program.bytes > _SHARED_BYTES
+        alone = program.bytes > SHARED_BYTES
         # Events of a trace name their module: two with one name could not be distinguished.
         clash = any(p.module == program.module for p in group)
         if alone or clash:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 DEFAULT_MIX: dict[str, float] = {"op": 0.35, "random": 0.35, "zoo": 0.30}
 #: Programs measured together in one trace session; models are measured alone.
 BATCH_SIZES: dict[str, int] = {"op": 12, "random": 4, "zoo": 1, "given": 4}
-_REPLICATE = "#"
+#: Separates a program's key from the number of its replicate.
+REPLICATE = "#"
 #: Fraction of the budget that may be spent waiting for a quiet machine; on one that is never quiet,
 #: noisy labels (which the run record counts) are better than none.
 PATIENCE = 0.15
@@ -64,7 +65,7 @@ class Item:
         """Unique name within a dataset, the ``program`` column; replicates end in ``#n``."""
         parts = {"given": self.name, "zoo": f"{self.suite}-{self.index:04d}"}
         tail = parts.get(self.stream, f"{self.seed}-{self.index:06d}")
-        return f"{self.stream}-{tail}" + (f"{_REPLICATE}{self.replicate}" if self.replicate else "")
+        return f"{self.stream}-{tail}" + (f"{REPLICATE}{self.replicate}" if self.replicate else "")
 
     def to_dict(self) -> JsonObject:
         """Plain data for the worker."""

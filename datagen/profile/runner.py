@@ -37,6 +37,9 @@ DEFAULT_CACHE_BYTES = 32e6
 #: large ones exceed it by themselves.
 _MAX_SETS = 8
 _MAX_ROTATED_BYTES = 256e6
+#: Programs with more argument bytes than this are traced alone, since a session keeps the arguments
+#: of all its programs in memory.
+SHARED_BYTES = 256e6
 #: Ratio of a reading to the best one up to which the machine counts as undisturbed (engineering
 #: estimate; not fitted).
 STEADY = 1.4
