@@ -18,28 +18,12 @@ if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
 
-def read_mlir(
-    data: str | bytes, origin: str = "", *, trip_counts: Mapping[str, int] | int | None = None
-) -> Program:
-    """Read a StableHLO program.
+def parse(data: str | bytes, origin: str = "") -> ir.Module:
+    """Parse an MLIR module.
 
     Args:
         data: MLIR text, MLIR bytecode, or a StableHLO portable artifact.
-        origin: Its file, for messages and for ops without a location.
-        trip_counts: Counts for loops where none is inferred: one for all, or by loop.
-
-    Returns:
-        The program, with one computation for each function and each region.
-
-    Raises:
-        ProgramError: The data are not such a module.
-        DynamicShapeError: An op has a dimension without a static size.
-    """
-    return read_module(parse(data, origin), origin, trip_counts=trip_counts)
-
-
-def parse(data: str | bytes, origin: str = "") -> ir.Module:
-    """Parse an MLIR module.
+        origin: Its file, for messages.
 
     Raises:
         ProgramError: The data are not such a module; the message gives the parser's line.
@@ -73,7 +57,20 @@ def parse_error(message: str, origin: str) -> ProgramError:
 def read_module(
     module: ir.Module, origin: str = "", *, trip_counts: Mapping[str, int] | int | None = None
 ) -> Program:
-    """Read a parsed MLIR module; otherwise like :func:`read_mlir`."""
+    """Read a parsed MLIR module.
+
+    Args:
+        module: StableHLO.
+        origin: Its file, for messages and for ops without a location.
+        trip_counts: Counts for loops where none is inferred: one for all, or by loop.
+
+    Returns:
+        The program, with one computation for each function and each region.
+
+    Raises:
+        ProgramError: The module is damaged.
+        DynamicShapeError: An op has a dimension without a static size.
+    """
     try:
         with module.context, paused_collection():
             program = ModuleReader(module, origin).read()

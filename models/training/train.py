@@ -21,7 +21,7 @@ from ..program.context_choice import choose_context
 from ..training_data.crossfit import DEFAULT_FOLDS, cross_fit, fit_and_calibrate, predict_entries
 from ..training_data.metrics import flatten, metrics_table
 from ..training_data.prepared import PreparedDataset, ProgramSample, prepare
-from ..training_data.splits import Split, fold_groups, is_family, leave_family_out, make_split
+from ..training_data.splits import Split, fold_groups, is_family, make_folds, make_split
 from ..trust.neighbours import NeighbourTable
 
 logger = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ def program_report(
     """
     data = prepare(dataset)
     parts = []
-    for fold in leave_family_out(data.frame, folds, 0, inside=data.inside):
+    for fold in make_folds(data.frame, fold_groups(data.frame), folds, inside=data.inside):
         if not data.programs_among(fold.test):
             continue
         bundle = fit_bundle(data, fold.train, model, "unseen_family", 0, n_jobs, inner_folds, {})

@@ -150,20 +150,6 @@ def fold_groups(frame: pd.DataFrame, name: str = "unseen_family") -> np.ndarray:
     return np.asarray(frame["family"].where(frame["family"].map(is_family), generated), object)
 
 
-def leave_family_out(
-    frame: pd.DataFrame, folds: int = 5, seed: int = 0, *, inside: Inside | None = None
-) -> list[Split]:
-    """Folds in which every row is in ``test`` once, together with its family or program.
-
-    Args:
-        frame: Rows with the dataset's columns.
-        folds: Number of folds; fewer if there are fewer groups.
-        seed: Seed of the draw.
-        inside: Hashes of the kernels inside each program row, by ``sample_id``.
-    """
-    return make_folds(frame, fold_groups(frame), folds, seed, inside=inside)
-
-
 def make_folds(
     frame: pd.DataFrame,
     groups: np.ndarray,

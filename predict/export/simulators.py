@@ -36,12 +36,6 @@ from .vidur import check_shards, refuse_experts, sizes
 
 #: Columns of LLMServingSim's layer table.
 LAYER_COLUMNS = ("layer_name", "input", "kv_cache", "tp_size", "latency(ns)")
-#: Columns of a line of SimAI's workload, as in AICB's ``Work_Item``.
-ITEM_COLUMNS = (
-    *("name", "dependency", "forward_ns", "forward_comm", "forward_bytes"),
-    *("backward_ns", "backward_comm", "backward_bytes", "weights_ns", "weights_comm"),
-    *("weights_bytes", "process_time"),
-)
 #: Values that AICB writes for every item.
 _NO_DEPENDENCY, _PROCESS_TIME = -1, 100
 #: Calculon's thresholds in GFLOP of a product, and in MB of a pass, in descending order (as in its

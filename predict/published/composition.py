@@ -54,7 +54,6 @@ def compose(
     graphs: pd.DataFrame,
     op_latency: Latency,
     collective_latency: Latency,
-    rho: float = RHO,
 ) -> pd.DataFrame:
     """Predict the end-to-end time of every label.
 
@@ -67,7 +66,6 @@ def compose(
         op_latency: Given the unique operations of all labels (``device`` and the columns of the
             published op schema), returns ``latency_us``, ``lo_us`` and ``hi_us`` in their order.
         collective_latency: The same for ``device``, ``op``, ``bytes``, ``world_size``, ``dtype``.
-        rho: Correlation of the errors of a program's operations.
 
     Returns:
         With the index of ``labels``: ``latency_ms``, ``lo_ms`` and ``hi_ms`` (90 %), and the parts
@@ -85,7 +83,7 @@ def compose(
     # their operations.
     op_times = _ask(op_latency, programs.operations, "op_latency")
     link_times = _ask(collective_latency, programs.collectives, "collective_latency")
-    results = [_step(program, op_times, link_times, rho) for program in programs.programs]
+    results = [_step(program, op_times, link_times) for program in programs.programs]
     return pd.DataFrame(results, index=labels.index)
 
 
@@ -105,9 +103,7 @@ def _ask(latency: Latency, table: pd.DataFrame, who: str) -> np.ndarray:
     return times
 
 
-def _step(
-    program: GraphProgram, op_times: np.ndarray, link_times: np.ndarray, rho: float
-) -> dict[str, float]:
+def _step(program: GraphProgram, op_times: np.ndarray, link_times: np.ndarray) -> dict[str, float]:
     probes = op_times[program.probes, 0]
     share = program.variant.pipeline_share
     parts = {"fw": 0.0, "bw": 0.0, "acc": 0.0}
@@ -128,7 +124,7 @@ def _step(
     exposed, ends = _communication(program, link_times, parts["bw"])
     total = sum(parts.values()) + exposed
     # The reshape keeps two columns if a graph has no terms.
-    down, up = combined_spread(np.array(spread + ends).reshape(-1, 2), rho)
+    down, up = combined_spread(np.array(spread + ends).reshape(-1, 2), RHO)
     own_error = RUN_ERROR * total
     figures = {
         "latency_ms": total,

@@ -17,9 +17,9 @@ from opcast.datagen import zoo
 from opcast.datagen.zoo.families.decoders import selective_scan
 from opcast.datagen.zoo.families.moe import MoE
 from opcast.datagen.zoo.families.parts import Precision
-from opcast.features.ir.stablehlo_reader import read_mlir
 
 from ...support.cases import every, later
+from ...support.stablehlo import read_mlir
 
 TRANSFORMER = "batch=2 layers=1 dim=32 heads=4 hidden=64"
 DECODER = f"{TRANSFORMER} kv_heads=2 vocab=100"

@@ -10,28 +10,17 @@ import pytest
 
 from opcast.common.errors import DynamicShapeError, ProgramError
 from opcast.features.ir.mlir.bindings import walk_ops
-from opcast.features.ir.program import Op, Program, TensorType, WindowDim
-from opcast.features.ir.stablehlo_reader import parse, read_mlir
+from opcast.features.ir.program import Program, TensorType, WindowDim
+from opcast.features.ir.stablehlo_reader import parse
+
+from ...support.stablehlo import func, only, ops_of, read_mlir
 
 DATA = Path(__file__).parents[1] / "data"
-
-
-def ops_of(program: Program, opcode: str) -> list[Op]:
-    return [op for c in program.computations.values() for op in c.ops if op.opcode == opcode]
-
-
-def only(program: Program, opcode: str) -> Op:
-    (op,) = ops_of(program, opcode)
-    return op
 
 
 def lowered(function: Any, *args: Any, debug: bool = False) -> Program:
     text = jax.jit(function).lower(*args).as_text(debug_info=debug)
     return read_mlir(text, "f.mlir")
-
-
-def func(body: str, args: str = "%x: tensor<8xf32>", result: str = "tensor<8xf32>") -> str:
-    return f"func.func @main({args}) -> {result} {{\n{body}\n}}\n"
 
 
 @pytest.fixture(scope="module")

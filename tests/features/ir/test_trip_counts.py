@@ -10,20 +10,12 @@ from jax import export
 from opcast.common.errors import ProgramError
 from opcast.features.ir.hlo_printer import print_hlo
 from opcast.features.ir.hlo_reader import parse_hlo
-from opcast.features.ir.program import Op, Program
+from opcast.features.ir.program import Program
 from opcast.features.ir.reader import read_program
-from opcast.features.ir.stablehlo_reader import read_mlir
+
+from ...support.stablehlo import func, only, ops_of, read_mlir
 
 X = jax.ShapeDtypeStruct((4,), "float32")
-
-
-def ops_of(program: Program, opcode: str) -> list[Op]:
-    return [op for c in program.computations.values() for op in c.ops if op.opcode == opcode]
-
-
-def only(program: Program, opcode: str) -> Op:
-    (op,) = ops_of(program, opcode)
-    return op
 
 
 def lowered(function: Any, *args: Any) -> Program:
@@ -33,10 +25,6 @@ def lowered(function: Any, *args: Any) -> Program:
 
 def trips(program: Program) -> list[int | None]:
     return sorted((op.attrs["trip_count"] for op in ops_of(program, "while")), key=str)
-
-
-def func(body: str, args: str = "%x: tensor<8xf32>", result: str = "tensor<8xf32>") -> str:
-    return f"func.func @main({args}) -> {result} {{\n{body}\n}}\n"
 
 
 def test_trip_count_of_scan() -> None:

@@ -10,12 +10,10 @@ from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.memory import entry_bytes, memory_over_time, peak_memory
 
+from .test_extract import conv_step, mlp_step, spec
+
 F32 = jnp.float32
 KB = 256 * 4
-
-
-def spec(*shape, dtype=F32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def module(body: str, header: str = "") -> str:
@@ -129,16 +127,6 @@ ENTRY main {
     assert peak_memory(parse_hlo(text)) == 3 * KB + 4
 
 
-def mlp(weights, x, y):
-    def loss(weights):
-        h = x
-        for w in weights:
-            h = jnp.tanh(h @ w)
-        return ((h - y) ** 2).mean()
-
-    return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
-
-
 def scan(x, w):
     def body(c, _):
         c = jnp.tanh(c @ w)
@@ -147,29 +135,17 @@ def scan(x, w):
     return jax.lax.scan(body, x, None, length=20)
 
 
-def conv(k1, k2, x):
-    def apply(x, k, stride):
-        return jax.lax.conv_general_dilated(
-            x, k, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-
-    def loss(k1, k2):
-        return apply(jax.nn.relu(apply(x, k1, 1)), k2, 2).mean()
-
-    return jax.grad(loss, argnums=(0, 1))(k1, k2)
-
-
 WIDE = [spec(256, 256)] * 4
 PROGRAMS = {
-    "mlp": (mlp, (WIDE, spec(1024, 256), spec(1024, 256)), ()),
-    "mlp donated": (mlp, (WIDE, spec(1024, 256), spec(1024, 256)), (0,)),
+    "mlp": (mlp_step, (WIDE, spec(1024, 256), spec(1024, 256)), ()),
+    "mlp donated": (mlp_step, (WIDE, spec(1024, 256), spec(1024, 256)), (0,)),
     "scan": (scan, (spec(256, 256), spec(256, 256)), ()),
     "scan gradient": (
         jax.grad(lambda x, w: scan(x, w)[0].sum(), argnums=1),
         (spec(256, 256), spec(256, 256)),
         (),
     ),
-    "conv": (conv, (spec(3, 3, 16, 32), spec(3, 3, 32, 32), spec(8, 32, 32, 16)), ()),
+    "conv": (conv_step, (spec(3, 3, 16, 32), spec(3, 3, 32, 32), spec(8, 32, 32, 16)), ()),
     "cumulative sum": (
         lambda x: jnp.sin(x) * 2 + jnp.cumsum(x, axis=1),
         (spec(512, 512),),

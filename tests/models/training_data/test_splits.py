@@ -10,7 +10,7 @@ import pytest
 
 from opcast.common import plugins
 from opcast.common.errors import DatasetError, OpcastError
-from opcast.models.training_data.splits import SPLITS, Split, leave_family_out, make_split
+from opcast.models.training_data.splits import SPLITS, Split, fold_groups, make_folds, make_split
 
 Frames = Callable[..., pd.DataFrame]
 
@@ -106,8 +106,8 @@ def test_unseen_device_and_run_hold_out_one_value(frame: pd.DataFrame) -> None:
     assert set(frame["run_id"].iloc[run.test]) == {"r1"}
 
 
-def test_leave_family_out_tests_every_row_once(frame: pd.DataFrame) -> None:
-    folds = leave_family_out(frame, folds=4)
+def test_folds_of_families_test_every_row_once(frame: pd.DataFrame) -> None:
+    folds = make_folds(frame, fold_groups(frame), folds=4)
     tested = np.concatenate([fold.test for fold in folds])
     assert sorted(tested.tolist()) == list(range(len(frame)))
     for fold in folds:

@@ -14,7 +14,6 @@ from opcast.common.errors import PlanError
 from opcast.features.devices.catalogue import find_device
 from opcast.predict.cluster.network import ClusterNetwork
 from opcast.predict.export.simulators import (
-    ITEM_COLUMNS,
     LAYERS,
     calculon_system,
     llmservingsim_layers,
@@ -26,6 +25,12 @@ from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Group, Plan
 
+#: Columns of a line of SimAI's workload, as in AICB's ``Work_Item``.
+ITEM_COLUMNS = (
+    *("name", "dependency", "forward_ns", "forward_comm", "forward_bytes"),
+    *("backward_ns", "backward_comm", "backward_bytes", "weights_ns", "weights_comm"),
+    *("weights_bytes", "process_time"),
+)
 H100 = find_device("h100-sxm")
 LATENCY = OperatorLatency(H100, None)
 WORK = make_workload("llama", {"layers": 2, "batch": 4, "seq": 1024})

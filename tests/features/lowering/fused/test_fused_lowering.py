@@ -14,6 +14,8 @@ from opcast.features.ir.reader import read_program
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.target_compiler.process import CompileSettings
 
+from ...fused_programs import recurrence
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 H100 = find_device("h100-sxm")
 
@@ -286,14 +288,6 @@ def test_both_branches_are_seen_and_the_costlier_counts():
     found = fused(choose, spec(dtype=jnp.bool_), spec(512, 512), spec(512, 512))
     assert "gemm" in kinds(found)
     assert any("conditional" in note for note in found.notes)
-
-
-def recurrence(x, w, u):
-    def step(h, t):
-        h = jnp.tanh(t @ w + h @ u)
-        return h, h
-
-    return jax.lax.scan(step, jnp.zeros(x.shape[1:], x.dtype), x)
 
 
 def two_loops(x, w):
