@@ -157,7 +157,7 @@ class PowerLaw:
         return self._measured_on(chip)._grown(chip, spec)
 
     def _grown(self, chip: DeviceSpec, spec: DeviceSpec) -> PowerLaw:
-        """The law of a chip as that of a design made like it.
+        """The law of a design that is derived from the law of a similar chip.
 
         Work takes the same joules on more cores. What is idle leaks: idle power is divided over
         cores, matrix units and memory like their power at full rate, and grows with each.

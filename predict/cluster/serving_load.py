@@ -41,8 +41,8 @@ MOONCAKE_BLOCK = 512
 #: Default number of requests: of a closed loop per request in flight, as benchmark scripts send
 #: (InferenceX: 10), and of other loads.
 WAVES, COUNT = 10, 1000
-#: Simulated requests of a closed loop without a given number: at least so many per request in
-#: flight, and beyond that at most so many; the last ones represent the rest.
+#: Simulated requests of a closed loop without a given number: the minimum per request in flight,
+#: and the maximum of all where that allows it; the last ones represent the rest.
 LEAST_WAVES, MOST_REQUESTS = 3, 3000
 #: Relative difference below which two rates are considered equal.
 RATE_TIE = 0.02

@@ -116,7 +116,7 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
             # Benchmarks with random prompts disable the prefix cache, which could not hit.
             prefix_cache=False,
         ),
-        # A table that gives the number of drafts is of a model that drafts by its own module.
+        # Tables give a number of drafts only for models that draft by a module of their own.
         draft=draft_model("mtp", model, files=False) if cell.count("drafts", 0) else None,
         version=_version(cell, spec),
         source=cell.text("source").split("@")[0],
