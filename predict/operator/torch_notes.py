@@ -157,7 +157,7 @@ def kernel_notes(
         notes.append(
             "the host's launches take longer than the kernels: a larger batch takes little longer, "
             f"and {faster} would be faster; the estimate applies to libraries such as "
-            "transformers; plain modules on a fast processor take down to a quarter of it"
+            "transformers; plain modules on a fast processor may take as little as the lower bound"
         )
     guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
     if guessed > 0.25:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ....common.errors import ProgramError
 from .decomposition import Fakes
-from .eager import deciding_without_values, place_of, standing_in, users_frame
+from .eager import deciding_without_values, place_of, run, standing_in, users_frame
 from .export import shortened
 from .program import TorchProgram, tensors_of, torch_loss, torch_optimizer
 from .record import Fused, Recorder
@@ -97,12 +97,12 @@ def log_storages(program: TorchProgram, fused: Fused = lambda _: True) -> Storag
         warnings.simplefilter("ignore")
         if _is_module(program.source):
             try:
-                return _Run(program, fused).by_module()
+                return run(_Run(program, fused).by_module)
             except Exception:
                 # Branches on data, or tensors hidden in the module: its export has neither.
                 pass
         try:
-            return _Run(program, fused).by_export()
+            return run(_Run(program, fused).by_export)
         except ProgramError:
             raise
         except Exception as error:

@@ -172,6 +172,14 @@ def test_rms_norms_keep_no_more_than_layer_norms(reentrant, train):
     assert abs(peak("rms_norm") - peak("layer_norm")) <= 8 * 4096 * 4
 
 
+def test_lines_are_those_of_the_model_not_of_its_caller():
+    given = (torch.zeros(64, 64),)
+    (made,) = log_storages(TorchProgram(torch.nn.Linear(64, 64), given)).storages[3:]
+    assert (made.name, made.line) == ("aten.addmm", "")
+    lines = {s.line for s in log_storages(TorchProgram(Cast(), (torch.zeros(4, 512),))).storages}
+    assert {line.rpartition(":")[0] for line in lines} == {"", __file__}
+
+
 class Cast(torch.nn.Module):
     def __init__(self):
         super().__init__()
