@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ from ...features.lowering.target_compiler.process import (
 )
 from ...features.lowering.target_compiler.target import CompileTarget, target_of
 from ..dataset_folder import Row, RunWriter, kernel_row, replace_shards
+from ..profile.plan import RunResult
 from .plan import CompileItem, CompilePlan, MergedModule, merge_programs
 
 logger = logging.getLogger(__name__)
@@ -53,27 +54,6 @@ _TIMEOUT_S = 240.0
 _COUNTS = ("samples", "programs", "failed")
 
 
-@dataclass(frozen=True)
-class CompileResult:
-    """Outcome of a compile run.
-
-    Attributes:
-        folder: Folder of the dataset.
-        samples: Rows written, including kernels that occurred before.
-        programs: Programs compiled, counted once per device.
-        failed: Programs that the compiler rejected.
-        elapsed_s: Duration in seconds.
-        stopped: ``budget``, ``done`` (the plan is complete) or ``interrupted``.
-    """
-
-    folder: Path
-    samples: int
-    programs: int
-    failed: int
-    elapsed_s: float
-    stopped: str
-
-
 def compile_dataset(
     out: Path | str,
     devices: Sequence[DeviceSpec],
@@ -81,7 +61,7 @@ def compile_dataset(
     *,
     plan: CompilePlan | None = None,
     progress: bool = True,
-) -> CompileResult:
+) -> RunResult:
     """Compile programs for TPUs and record the compiler's estimates, until the budget ends.
 
     The run can be stopped at any point, and resumes when called again with the same folder, plan
@@ -116,7 +96,7 @@ def compile_dataset(
         except KeyboardInterrupt:
             stopped = "interrupted"
     elapsed_s = time.monotonic() - start
-    return CompileResult(folder, elapsed_s=elapsed_s, stopped=stopped, **_totals(runs))
+    return RunResult(folder, elapsed_s=elapsed_s, stopped=stopped, **_totals(runs))
 
 
 def _totals(runs: Sequence[_DeviceRun]) -> dict[str, int]:

@@ -286,27 +286,36 @@ class ProfileSettings:
 
 
 @dataclass(frozen=True)
-class ProfileResult:
-    """Outcome of a profile run.
+class RunResult:
+    """Outcome of a run that adds to a dataset.
 
     Attributes:
         folder: Folder of the dataset.
-        run_id: The run, empty if there was nothing left to do.
-        samples: Rows written.
-        programs: Programs measured.
+        samples: Rows written, including kernels that occurred before.
+        programs: Programs measured or compiled, counted once per device.
         failed: Programs that failed; reasons are in ``failures.jsonl``.
         elapsed_s: Duration in seconds.
-        stopped: Reason for the end: ``done``, ``budget`` or ``interrupted``.
-        setup_s: Part of ``elapsed_s`` before the first program: starting JAX, the probe.
-        check_s: Part of ``elapsed_s`` after the last one: replicates, anchors.
+        stopped: Reason for the end: ``done`` (the plan is complete), ``budget`` or ``interrupted``.
     """
 
     folder: Path
-    run_id: str
     samples: int
     programs: int
     failed: int
     elapsed_s: float
     stopped: str
+
+
+@dataclass(frozen=True)
+class ProfileResult(RunResult):
+    """Outcome of a profile run.
+
+    Attributes:
+        run_id: The run, empty if there was nothing left to do.
+        setup_s: Part of ``elapsed_s`` before the first program: starting JAX, the probe.
+        check_s: Part of ``elapsed_s`` after the last one: replicates, anchors.
+    """
+
+    run_id: str
     setup_s: float = 0.0
     check_s: float = 0.0

@@ -180,7 +180,7 @@ def profile_fleet(
         raise ProfileError("all hosts were lost", where=address, hint="the same command goes on")
     elapsed = time.monotonic() - start
     return ProfileResult(
-        folder, fleet.run_id, fleet.samples, fleet.programs, fleet.failed, elapsed, stopped
+        folder, fleet.samples, fleet.programs, fleet.failed, elapsed, stopped, fleet.run_id
     )
 
 

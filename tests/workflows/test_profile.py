@@ -31,7 +31,7 @@ def test_what_a_budget_did_not_go_to_is_told(
     told: str,
 ) -> None:
     def measured(folder: Path, *_: object, **__: object) -> ProfileResult:
-        return ProfileResult(folder, "r", 412, 31, 0, 90.2, "budget", *parts)
+        return ProfileResult(folder, 412, 31, 0, 90.2, "budget", "r", *parts)
 
     monkeypatch.setattr("opcast.datagen.profile.profile.profile", measured)
     run_profile(ProfileSettings(tmp_path, "local", 50.0, 0, "standard", "ops=1", quiet=True))

@@ -54,7 +54,7 @@ def stand_in(flags: str):
             run.flush()
             run.save_record()
             files = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".jsonl"}
-            result = ProfileResult(folder, run.run_id, 1, 1, 1, 10.0, "budget")
+            result = ProfileResult(folder, 1, 1, 1, 10.0, "budget", run.run_id)
             return Measured(files, read_failures(folder), result)
 
     return measure
