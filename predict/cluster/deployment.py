@@ -13,7 +13,15 @@ from ...simulate.clusters.catalogue import find_cluster, joined
 from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.checkpoints import find_checkpoint, served_by_name
-from ...simulate.serving.policies import framework_defaults, frameworks, known_framework, runs_on
+from ...simulate.serving.policies import (
+    Framework,
+    engine_era,
+    framework_defaults,
+    frameworks,
+    known_framework,
+    runs_ahead,
+    runs_on,
+)
 from ...simulate.serving.served import NARROW, EnginePlan, Formats, ServedModel
 from ...simulate.serving.token_exchange import EXPERT_SKEW
 from ...simulate.step.settings import pairs_of
@@ -122,13 +130,29 @@ class Deployment:
                     f"pp={plan.pp} stages for {layers} layers", hint="pp is at most the layers"
                 )
 
+    @property
+    def rules(self) -> Framework:
+        """Defaults and rules of the framework."""
+        return framework_defaults(self.framework)
+
+    @property
+    def era(self) -> str:
+        """``early`` for releases before the engine was rewritten, else ``now``."""
+        return engine_era(self.framework, self.version)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host prepares a pass while the previous one runs."""
+        told = self.options.async_scheduling
+        return runs_ahead(self.framework, self.version) if told is None else told
+
     def rank_batch(self, workers: Workers) -> int:
         """Return the maximum number of sequences in flight of an attention data-parallel rank.
 
         Args:
             workers: The prefill or decode workers.
         """
-        known = framework_defaults(self.framework)
+        known = self.rules
         limit = known.policy.max_batch
         if self.options.drafts and known.drafting and workers is not self.prefill:
             limit = max(1, known.drafting // workers.plan.dp)
@@ -395,7 +419,7 @@ def check_blocks(own: Deployment) -> None:
     Raises:
         PlanError: The framework does not load such weights.
     """
-    if not framework_defaults(own.framework).whole_blocks:
+    if not own.rules.whole_blocks:
         return
     for workers in filter(None, (own.engine, own.prefill)):
         if cut := own.model.cut_blocks(workers.plan):

@@ -20,10 +20,7 @@ from ...simulate.serving.load import Load, Station
 from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
 from ...simulate.serving.policies import (
     Policy,
-    engine_era,
-    framework_defaults,
     host_kind,
-    runs_ahead,
 )
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ...simulate.serving.token_exchange import busiest
@@ -119,7 +116,7 @@ class Engines:
         tokens = policy.token_budget if policy.chunked else max(policy.token_budget, longest)
         # Powers of two, so that similar loads of a deployment share tables.
         sizes = tuple(2 ** ceil(np.log2(max(n, 2))) for n in (tokens, batch, longest))
-        early = engine_era(deployment.framework, deployment.version) == "early"
+        early = deployment.era == "early"
         skew, overlap = deployment.options.expert_skew, deployment.options.overlap is not False
         key = (model, plan, deployment.links, deployment.framework, early, skew, overlap, *sizes)
         if key not in self._costs:
@@ -216,7 +213,7 @@ def engine_memory(deployment: Deployment, workers: Workers) -> MemoryParts:
             where=deployment.device,
             hint="add memory_bytes to the device's file",
         )
-    told, rules = deployment.options.memory, framework_defaults(deployment.framework)
+    told, rules = deployment.options.memory, deployment.rules
     return memory_parts(
         capacity,
         deployment.model,
@@ -240,7 +237,7 @@ def engine_cache(deployment: Deployment, workers: Workers) -> CacheLayout:
     return cache_layout(
         deployment.model,
         workers.plan,
-        framework_defaults(deployment.framework),
+        deployment.rules,
         memory.cache,
         drafts=deployment.options.drafts,
         reuse=deployment.options.prefix_cache,
@@ -260,7 +257,7 @@ def memory_share(deployment: Deployment, workers: Workers, tokens: float) -> flo
     """
     memory, known = engine_memory(deployment, workers), engine_cache(deployment, workers)
     cache = memory.cache * tokens / known.tokens
-    return memory.share_of(cache, framework_defaults(deployment.framework).memory_of)
+    return memory.share_of(cache, deployment.rules.memory_of)
 
 
 def engine_policy(deployment: Deployment, workers: Workers, prompt: float) -> Policy:
@@ -271,7 +268,7 @@ def engine_policy(deployment: Deployment, workers: Workers, prompt: float) -> Po
         workers: The prefill or decode workers.
         prompt: Mean tokens of a prompt; prompts above the token budget of a pass are chunked.
     """
-    policy, options = framework_defaults(deployment.framework).policy, deployment.options
+    policy, options = deployment.rules.policy, deployment.options
     budget = (options.token_budget or policy.token_budget) * workers.plan.dp
     chunked = policy.chunked if options.chunked is None else options.chunked
     return replace(
@@ -282,18 +279,12 @@ def engine_policy(deployment: Deployment, workers: Workers, prompt: float) -> Po
         swap=options.preemption == "swap",
         watermark=options.watermark,
         block=options.block or policy.block,
-        ahead=_runs_ahead(deployment),
+        ahead=deployment.runs_ahead,
         ranks=workers.plan.dp,
         gather=policy.gather if workers.plan.dp > 1 else options.batch_wait_iters,
         fill=options.batch_wait_ratio,
         poll=options.recv_interval,
     )
-
-
-def _runs_ahead(deployment: Deployment) -> bool:
-    """Return whether the host prepares a pass while the previous one runs."""
-    told = deployment.options.async_scheduling
-    return runs_ahead(deployment.framework, deployment.version) if told is None else told
 
 
 def wide_notes(deployment: Deployment) -> tuple[str, ...]:
@@ -347,7 +338,7 @@ def levels(deployment: Deployment, model: ServingModel) -> dict[str, str]:
     """
     spec, served = deployment.spec, deployment.model
     device = measured_as(spec)
-    era = engine_era(deployment.framework, deployment.version)
+    era = deployment.era
     engine = f"{deployment.framework} {era}" if deployment.framework else ""
     experts = served.expert_weights if served.workload.experts else ""
     source = deployment.source
@@ -361,7 +352,7 @@ def levels(deployment: Deployment, model: ServingModel) -> dict[str, str]:
         "framework": deployment.framework,
         "engine": engine,
         # Whether the host prepares passes ahead of the device.
-        "era": "ahead" if _runs_ahead(deployment) else era,
+        "era": "ahead" if deployment.runs_ahead else era,
         "host": host_kind(deployment.framework, era, spec.platform, eager=deployment.options.eager),
         "format": served.weights,
         "expert_format": experts,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
-from ...simulate.serving.policies import Launcher, framework_defaults, frameworks, runs_on
+from ...simulate.serving.policies import Launcher, frameworks, runs_on
 from ...simulate.serving.served import Formats, format_in, in_formats
 from .deployment import Deployment, Workers
 from .serving_engine import engine_cache, engine_memory
@@ -230,7 +230,7 @@ class _Worker:
             self.deployment.options,
             self.role,
         )
-        policy = framework_defaults(deployment.framework).policy
+        policy = deployment.rules.policy
         batch = deployment.rank_batch(self.workers)
         budget = options.token_budget or policy.token_budget
         share = ""

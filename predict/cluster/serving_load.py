@@ -18,7 +18,7 @@ from ...common.files import parse_json
 from ...common.types import JsonObject
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
-from ...simulate.serving.policies import ROUTERS, framework_defaults
+from ...simulate.serving.policies import ROUTERS
 from ...simulate.step.settings import pairs_of
 from .deployment import Deployment
 from .serving_case import MOST, LoadSpec
@@ -339,7 +339,7 @@ def load_of(deployment: Deployment, load: Load) -> Load:
             a given hit rate, or has prompts that exceed a pass and may not be chunked.
     """
     options = deployment.options
-    budget = options.token_budget or framework_defaults(deployment.framework).policy.token_budget
+    budget = options.token_budget or deployment.rules.policy.token_budget
     longest = int(load.prompts.max())
     if options.chunked is False and longest > budget:
         raise PlanError(

@@ -17,7 +17,6 @@ from ...models.serving.ends import SATURATED
 from ...simulate.serving.fleet import capacity, run_fleet
 from ...simulate.serving.latencies import Floors, Served, queued_share, typical_wait
 from ...simulate.serving.load import Load, Run, Station
-from ...simulate.serving.policies import framework_defaults
 from .deployment import Deployment
 from .serving_case import LoadSpec
 from .serving_engine import cache_transfer
@@ -268,6 +267,6 @@ def _batch_limit(own: Deployment) -> str:
     """Return what sets the batch limit of an engine."""
     if own.engine.batch or own.options.max_batch:
         return "--max-batch"
-    drafting = own.options.drafts and framework_defaults(own.framework).drafting
+    drafting = own.options.drafts and own.rules.drafting
     whose = f"the default of {own.framework or 'the framework'}{' while drafting' * bool(drafting)}"
     return f"{whose}; --max-batch sets another"

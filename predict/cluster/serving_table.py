@@ -183,7 +183,7 @@ def _is_sized(row: ServingRow) -> bool:
     own = row.deployment
     apart = own.prefill is not None and own.engine.plan.dp == 1 and row.spec.concurrency > 0
     told = own.options.max_batch or own.engine.batch
-    return apart and framework_defaults(own.framework).sized and not told
+    return apart and own.rules.sized and not told
 
 
 def served_model(cell: Cells) -> ServedModel:
