@@ -24,6 +24,10 @@ _NORM, _NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
 #: Gates of a cell by function of PyTorch.
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 RNN, RNN_BACKWARD = "cudnn.rnn", "cudnn.rnn_backward"
+#: Numbers of a cell and step that its gradient reads again, over the cell's width: gates, output,
+#: the cell state of an LSTM and the hidden product of a GRU. In training cuDNN keeps them in its
+#: reserve space; that it keeps nothing else is an engineering estimate.
+_RESERVED = {"lstm": 6, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
 #: Records a call by its name, operands, results and sizes.
 Write: TypeAlias = Callable[[str, Sequence[object], Sequence[object], tuple[int, ...]], None]
 
@@ -62,6 +66,7 @@ def _recurrent(name: str, write: Write) -> Callable[..., object]:
             ctx: torch.autograd.function.FunctionCtx,
             sizes: Sizes,
             many: int,
+            train: bool,
             *operands: torch.Tensor,
         ) -> tuple[torch.Tensor, ...]:
             given, *states = operands[: 1 + many]
@@ -69,7 +74,9 @@ def _recurrent(name: str, write: Write) -> Callable[..., object]:
             found = given.new_empty((*given.shape[:-1], wide))
             last = tuple(s.new_empty(s.shape) for s in states)
             write(RNN, operands, (found, *last), sizes)
-            ctx.save_for_backward(*operands)
+            cells = sizes.layers * sizes.directions * sizes.steps * sizes.batch * sizes.hidden
+            reserved = given.new_empty(train * _RESERVED[name] * cells)
+            ctx.save_for_backward(found, reserved, *operands)
             ctx.sizes = sizes
             return (found, *last)
 
@@ -77,14 +84,14 @@ def _recurrent(name: str, write: Write) -> Callable[..., object]:
         def backward(
             ctx: torch.autograd.function.BackwardCFunction, *gradients: torch.Tensor
         ) -> tuple[object, ...]:
-            sizes, operands = ctx.sizes, ctx.saved_tensors
+            _, _, *operands = ctx.saved_tensors
             found = tuple(t.new_empty(t.shape) for t in operands)
             kept = [g for g in gradients if g is not None]
-            write(RNN_BACKWARD, (*kept, *operands), found, sizes)
-            return (None, None, *found)
+            write(RNN_BACKWARD, (*kept, *operands), found, ctx.sizes)
+            return (None, None, None, *found)
 
     def stand(function: Callable[..., object], given: torch.Tensor, *rest: object) -> object:
-        states, weights, _, layers, _, _, both, first = rest
+        states, weights, _, layers, _, train, both, first = rest
         held = [states] if isinstance(states, torch.Tensor) else states
         assert isinstance(held, list | tuple) and isinstance(weights, list | tuple), name
         assert isinstance(layers, int), name
@@ -92,7 +99,7 @@ def _recurrent(name: str, write: Write) -> Callable[..., object]:
         hidden, shown = weights[0].shape[0] // GATES[name], held[0].shape[-1]
         own = GATES[name], layers, 1 + bool(both)
         sizes = Sizes(*own, steps, batch, given.shape[-1], hidden, shown)
-        return Layer.apply(sizes, len(held), given, *held, *weights)
+        return Layer.apply(sizes, len(held), bool(train), given, *held, *weights)
 
     return stand
 

@@ -172,6 +172,27 @@ def test_rms_norms_keep_no_more_than_layer_norms(reentrant, train):
     assert abs(peak("rms_norm") - peak("layer_norm")) <= 8 * 4096 * 4
 
 
+@pytest.mark.parametrize(("kind", "kept"), [("LSTM", 6), ("GRU", 5), ("RNN", 1)])
+@pytest.mark.parametrize("train", ["", "sgd"])
+def test_recurrent_layers_keep_gates_and_states_of_each_step_in_training(kind, kept, train):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = getattr(torch.nn, kind)(32, 32, 2)
+
+        def forward(self, x):
+            return self.layers(x)[0]
+
+    module, given = Net().train(bool(train)), torch.zeros(100, 64, 32)
+    options = {"train": train, "loss": "sum"} if train else {}
+    log = log_storages(TorchProgram(module, (given,), **options))
+    sizes = [s.bytes for s in log.storages if s.name == "aten.new_empty"]
+    # Of two layers, 100 steps and 64 sequences, in f32; nothing without a gradient.
+    reserved = 2 * 100 * 64 * 32 * kept * 4
+    assert (reserved in sizes) is bool(train)
+    assert log.peak() > reserved or not train
+
+
 def test_lines_are_those_of_the_model_not_of_its_caller():
     given = (torch.zeros(64, 64),)
     (made,) = log_storages(TorchProgram(torch.nn.Linear(64, 64), given)).storages[3:]
