@@ -1,4 +1,4 @@
-"""Clusters: sets of nodes that one kernel will compute, and which nodes it can take in."""
+"""Clusters: sets of nodes that one kernel computes, and the rules for fusing nodes into them."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from .folding import is_elementwise
 from .graph import Graph, Node
 from .layouts import MOVES, is_strided, keeps_lanes
 
-#: Ops of the matrix unit.
+#: Ops that run on the matrix units.
 PRODUCTS = frozenset(("dot", "convolution"))
-#: Ops whose computation combines two elements, given with an initial value.
+#: Ops that combine elements with a binary computation, starting from an initial value.
 FOLDS = frozenset(("reduce", "reduce-window"))
-#: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
+#: Maximum number of operands and results of a kernel (XLA's MaxOperandsAndOutputsPerFusion).
 MAX_OPERANDS = 96
 #: Ops that need no kernel.
 FREE = named("no_fused_kernel")
 _VIEWS = frozenset(("reshape", "bitcast"))
-#: Threads of a warp, and shortest column that XLA's column emitter takes; both limits are those of
+#: Threads per warp, and shortest column that XLA's column emitter accepts; both limits come from
 #: IsUnnestedReductionFasterThanElemental in XLA's reduction_utils.cc (which also keeps columns of
-#: up to 256 elements in loops where very few of them lie side by side).
+#: up to 256 elements in loops if there are very few adjacent columns).
 _WARP = 32
 _SMALL_COLUMN = 32
 
 
 class Shape(Enum):
-    """Order in which a reduction meets its elements."""
+    """Memory access pattern of a reduction."""
 
     ROW = "row"
-    """Neighbouring elements are summed."""
+    """Sums contiguous elements."""
     COLUMN = "column"
-    """Elements at a stride are summed, neighbours are kept."""
+    """Sums strided elements and keeps the dimensions inside them."""
     SCATTERED = "scattered"
-    """Neither: kept and summed dimensions alternate."""
+    """Neither of the two: kept and summed dimensions alternate."""
 
 
 class Reduction(NamedTuple):
-    """A reduction in groups of neighbouring dimensions.
+    """A reduction, with adjacent dimensions that are all kept or all summed collapsed into one.
 
     Attributes:
-        shape: Order of the elements.
-        major: Elements kept outside of the summed ones; for rows, batches summed outside.
-        length: Elements summed in one run (rows) or at one stride (columns).
-        minor: Elements kept inside of the summed ones; 1 for rows.
+        shape: Memory access pattern.
+        major: Number of kept elements outside the summed ones; for rows, of outer summed batches.
+        length: Number of elements summed contiguously (rows) or at one stride (columns).
+        minor: Number of kept elements inside the summed ones; 1 for rows.
     """
 
     shape: Shape
@@ -62,10 +62,10 @@ def is_free(node: Node) -> bool:
 
 
 def reduction(node: Node) -> Reduction:
-    """Describe how a ``reduce`` meets its elements in memory."""
+    """Describe the order in which a ``reduce`` accesses its elements in memory."""
     shape = node.operands[0].type.shape
     dims = frozenset(node.attrs.get("dimensions", ()))
-    # Neighbouring dimensions with one role count as one; dimensions of size one take no memory.
+    # Collapse adjacent dimensions with the same role; dimensions of size one take no memory.
     groups: list[tuple[bool, int]] = []
     for d, size in enumerate(shape):
         if size == 1:
@@ -88,19 +88,19 @@ def reduction(node: Node) -> Reduction:
 
 
 def is_loop_reduction(node: Node) -> bool:
-    """Return whether a reduction is short enough for one thread to sum an element in a loop."""
+    """Return whether a reduction is short enough for one thread per result to run in a loop."""
     reduced = reduction(node)
     if reduced.shape is Shape.ROW:
-        # Short rows of a power of two share a warp in the row emitter; others run as a loop, and
-        # so does a sum of nothing, which only writes its initial value.
+        # Short rows whose length is a power of two share a warp in the row emitter. Others run as a
+        # loop, and so does an empty sum, which only writes its initial value.
         return reduced.length < _WARP and (reduced.length == 0 or _WARP % reduced.length != 0)
     return reduced.shape is Shape.SCATTERED or reduced.length < _SMALL_COLUMN
 
 
 def is_loop(node: Node) -> bool:
-    """Return whether one thread computes one element, so that the op can be fused anywhere."""
-    # Ops of several results would need a kernel with several outputs. An update of a slice whose
-    # result is only read selects, for each element, the new value or the old one.
+    """Return whether each thread computes one element, so that the op can be fused anywhere."""
+    # Ops with several results would need a multi-output kernel. An update of a slice whose result
+    # is only read selects the new or the old value for each element.
     if node.opcode in PLACED or node.opcode == "dynamic-update-slice" or is_elementwise(node):
         return not node.is_tuple
     if node.opcode == "copy":
@@ -111,47 +111,47 @@ def is_loop(node: Node) -> bool:
 
 
 def is_consumer(node: Node) -> bool:
-    """Return whether producers can be computed inside of the kernel of this node."""
+    """Return whether producers can be fused into the kernel of this node."""
     return is_loop(node) or node.opcode in UPDATES or node.opcode in FOLDS
 
 
 def written(node: Node) -> range:
-    """Return the places of the operands that an op updates in place."""
+    """Return the indices of the operands that an op updates in place."""
     if node.opcode not in UPDATES:
         return range(0)
     return range((len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1)
 
 
 def source_of(node: Node) -> Node:
-    """Look through reshapes to the node whose memory a value is."""
+    """Look through reshapes to the node that owns the memory of a value."""
     while node.opcode in _VIEWS and MOVES not in node.attrs:
         node = node.operands[0]
     return node
 
 
 def is_view(node: Node) -> bool:
-    """Return whether a value is the memory of its operand by another name."""
+    """Return whether a value is an alias of its operand's memory."""
     return source_of(node) is not node
 
 
 @dataclass(slots=True, eq=False)
 class Cluster:
-    """One kernel.
+    """The nodes that one kernel computes.
 
     Attributes:
-        roots: Nodes whose values it writes, in topological order.
-        members: All nodes that it computes, by position in the graph's order.
-        library: Whether a library or another fixed kernel runs it, so that nothing more fits in.
-        rows: Whether it normalises rows in one pass: it takes producers in, but cannot be one.
-        nodes: Its members, operands first.
-        opcodes: Those of its members.
-        inputs: Nodes outside whose values it reads, constants left out.
-        reads: Their positions.
-        makers: Nodes whose kernels make the inputs.
+        roots: Nodes whose values the kernel writes, in topological order.
+        members: All nodes that the kernel computes, keyed by their position in the graph.
+        library: Whether its kernel is fixed (e.g. a library call) and accepts no further fusions.
+        rows: Whether it normalises rows in one pass; it fuses only into readers that work by rows.
+        nodes: Its members, operands before users.
+        opcodes: Opcodes of its members.
+        inputs: Outside nodes whose values it reads, except constants.
+        reads: Positions of the inputs.
+        makers: Nodes whose kernels compute the inputs.
         last: Position of the last root.
-        loops: Whether every member can be computed inside of another kernel.
-        consumes: Whether producers can be computed inside of this one.
-        version: Grows with every change.
+        loops: Whether every member can be computed inside another kernel.
+        consumes: Whether producers can be fused into it.
+        version: Incremented at every change.
     """
 
     roots: list[Node]
@@ -175,16 +175,16 @@ class Cluster:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it computes a product."""
+        """Whether it computes a matrix product or convolution."""
         return not PRODUCTS.isdisjoint(self.opcodes)
 
 
 class Clusters:
-    """All kernels of a graph, and which of them read whose results.
+    """All kernels of a graph and the reads between them.
 
     Args:
-        graph: The graph; its nodes stay as they are while clusters change.
-        fused_products: Whether what makes the operands of a product can be computed in its kernel.
+        graph: The graph; its nodes stay unchanged while clusters are merged.
+        fused_products: Whether producers of the operands of a product can be fused into its kernel.
     """
 
     def __init__(self, graph: Graph, *, fused_products: bool = False) -> None:
@@ -192,17 +192,17 @@ class Clusters:
         self.fused_products = fused_products
         self.nodes = graph.nodes()
         self.inserted: list[Node] = []
-        # Floats, so that a copy can be put between two nodes without renumbering (`insert`).
+        # Floats, so that `insert` can put a copy between two nodes without renumbering.
         self.position = {id(node): float(i) for i, node in enumerate(self.nodes)}
         self.by_root: dict[int, Cluster] = {}
-        # Results of the graph have to be written, whoever else reads them.
+        # Results of the graph must be written even if other kernels compute them again.
         self.kept: set[int] = {id(source_of(node)) for node in graph.outputs}
-        #: Clusters that read a node's value, by the node's id.
+        #: Clusters that read the value of a node, keyed by the node's id.
         self.readers: dict[int, dict[int, Cluster]] = {}
         for node in self.nodes:
             if not is_free(node):
                 self.add(Cluster([node], {self.position[id(node)]: node}))
-            # Elements are views of their tuple: whoever makes the tuple has to write it.
+            # Elements are views of their tuple: the cluster that makes the tuple must write it.
             elif node.opcode == "get-tuple-element":
                 self.kept.add(id(source_of(node.operands[0])))
 
@@ -212,7 +212,7 @@ class Clusters:
         return sorted(distinct.values(), key=lambda c: c.last)
 
     def insert(self, node: Node, before: Node) -> Cluster:
-        """Make a cluster for a new node that stands just before another one in the order."""
+        """Make a cluster for a new node placed just before another node in the order."""
         self.position[id(node)] = self.position[id(before)] - 0.5
         self.inserted.append(node)
         made = Cluster([node], {self.position[id(node)]: node})
@@ -220,7 +220,7 @@ class Clusters:
         return made
 
     def append(self, node: Node) -> None:
-        """Make a cluster for a new node that stands behind all others."""
+        """Make a cluster for a new node placed after all others."""
         self.position[id(node)] = place = float(len(self.nodes) + len(self.inserted))
         self.inserted.append(node)
         self.add(Cluster([node], {place: node}))
@@ -244,23 +244,23 @@ class Clusters:
         for node in nodes:
             for operand in node.operands:
                 source = source_of(operand)
-                # Constants are written into each kernel that needs them.
+                # Each kernel that uses a constant embeds it.
                 if source not in inside and source.opcode != "constant":
                     inputs[source] = None
         self._read(cluster, inputs)
-        # Clusters are ordered by their last root: nothing that reads them can stand before it.
+        # Clusters are ordered by their last root: no reader can be placed before it.
         cluster.last = max([position[id(root)] for root in cluster.roots])
         cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
-        # A TPU's compiler computes windows once, and reads rows once.
+        # The TPU compiler computes windows and reads gathered rows only once.
         if self.fused_products and not cluster.opcodes.isdisjoint(("reduce-window", "gather")):
             cluster.loops = False
         cluster.consumes = cluster.loops or (not cluster.library and all(map(self._takes, nodes)))
-        # It fuses nothing with what picks lanes or rows out of tiles, or turns them round.
+        # It does not fuse ops that select lanes or rows within tiles, or that reverse them.
         if self.fused_products and any(n.opcode == "reverse" or is_strided(n) for n in nodes):
             cluster.loops = cluster.consumes = False
 
     def _read(self, cluster: Cluster, inputs: Iterable[Node]) -> None:
-        """Set a cluster's inputs; its members are known."""
+        """Set the inputs of a cluster, whose members are already set."""
         position = self.position
         cluster.nodes = [cluster.members[i] for i in sorted(cluster.members)]
         cluster.inputs = list(inputs)
@@ -273,7 +273,7 @@ class Clusters:
         return is_consumer(node) or (self.fused_products and node.opcode in PRODUCTS)
 
     def remove(self, cluster: Cluster) -> None:
-        """Forget a cluster."""
+        """Unregister a cluster."""
         for root in cluster.roots:
             del self.by_root[id(root)]
         for node in cluster.inputs:
@@ -305,7 +305,7 @@ class Clusters:
         return made
 
     def drop_unread(self) -> None:
-        """Write no value that others than its own kernel do not read."""
+        """Remove roots that no other kernel reads and that are not results of the graph."""
         for cluster in self.all():
             roots = [n for n in cluster.roots if id(n) in self.kept or self.readers.get(id(n))]
             if roots and len(roots) < len(cluster.roots):
@@ -316,7 +316,7 @@ class Clusters:
     def absorb(
         self, producer: Cluster, consumers: Iterable[Cluster], *, keep: bool = False
     ) -> None:
-        """Compute a producer inside each of its consumers instead, or too if it is kept."""
+        """Fuse a producer into each of its consumers; keep its own kernel only if ``keep``."""
         for consumer in consumers:
             self.remove(consumer)
             own, taken = set(consumer.nodes), set(producer.nodes)
@@ -333,7 +333,7 @@ class Clusters:
 
 
 def owner(node: Node) -> Node:
-    """Return the node whose kernel makes a value: for a tuple's element, the tuple."""
+    """Return the node whose kernel computes a value: for a tuple element, the tuple."""
     node = source_of(node)
     while node.opcode == "get-tuple-element":
         node = source_of(node.operands[0])
@@ -341,22 +341,22 @@ def owner(node: Node) -> Node:
 
 
 class Dependences:
-    """All kernels that each one needs, as bits of an integer, kept up while kernels are merged.
+    """Transitive dependences between kernels, as bit sets that are updated as kernels are merged.
 
     Args:
-        clusters: Those of a graph; from here on they change by :meth:`merge` alone.
+        clusters: Clusters of a graph; from here on only :meth:`merge` may change them.
     """
 
     def __init__(self, clusters: Clusters) -> None:
         self._clusters = clusters
-        # By id of a cluster, all of which are alive: its own bits, and those of what it needs.
+        # Keyed by the id of a live cluster: its own bits, and the bits of its dependences.
         self._own = {id(cluster): 1 << i for i, cluster in enumerate(clusters.all())}
         self._needed: dict[int, int] = {}
         for cluster in clusters.all():
             self._find(cluster)
 
     def _find(self, start: Cluster) -> None:
-        # With an explicit stack: chains of kernels are longer than Python's recursion limit.
+        # Use an explicit stack: chains of kernels are longer than Python's recursion limit.
         stack = [start]
         while stack:
             cluster = stack[-1]
@@ -374,11 +374,11 @@ class Dependences:
             self._needed[id(cluster)] = needed
 
     def reaches(self, start: Cluster, target: Cluster) -> bool:
-        """Return whether ``start`` needs a result of ``target``, directly or not."""
+        """Return whether ``start`` depends on ``target``, directly or transitively."""
         return bool(self._needed[id(start)] & self._own[id(target)])
 
     def put_before(self, first: Cluster, second: Cluster) -> None:
-        """Let one cluster, and all that need it, wait for another one."""
+        """Make one cluster, and all that depend on it, wait for another one."""
         own, more = self._own[id(second)], self._own[id(first)] | self._needed[id(first)]
         if self._needed[id(second)] & more == more:
             return
@@ -387,7 +387,7 @@ class Dependences:
                 self._needed[key] = known | more
 
     def merge(self, first: Cluster, second: Cluster) -> Cluster:
-        """Merge two clusters, whose readers then need what both needed."""
+        """Merge two clusters; their readers then depend on the dependences of both."""
         made = self._clusters.merge(first, second)
         own = self._own.pop(id(first)) | self._own.pop(id(second))
         needed = (self._needed.pop(id(first)) | self._needed.pop(id(second))) & ~own

@@ -1,8 +1,8 @@
-"""Convolutions as libraries take them.
+"""Rewrite convolutions into the forms that libraries accept.
 
 cuDNN: channels innermost, symmetric padding, filters not reversed. XLA:GPU chooses the layout in
-its layout assignment and pads in ConvPaddingLegalization. Libraries of CPUs: ``b01f_01io->b01f``,
-which XLA:CPU's ConvCanonicalization writes; what has another form it runs as scalar loops.
+its layout assignment and pads in ConvPaddingLegalization. CPU libraries: ``b01f_01io->b01f``, which
+XLA:CPU's ConvCanonicalization writes; XLA:CPU runs convolutions in other forms as scalar loops.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from .folding import converted, padded, reshape, transposed
 from .graph import Graph, Node, constant, rewrite
 from .machine import Machine
 
-#: Attribute of convolutions whose filter was reversed: gradients of an input.
+#: Attribute of convolutions whose filter was reversed: input gradients.
 REVERSED = "input_gradient"
-#: Beginning, end and step of a slice by the label of its dimension.
+#: Start, limit and stride of a slice, keyed by dimension label.
 Limits = dict[str, tuple[int, int, int]]
 
 
 def canonical_convs(graph: Graph, machine: Machine) -> None:
-    """Bring every convolution into the library's layout, with transposes and pads around it.
+    """Rewrite every convolution into the library's layout by inserting transposes and pads.
 
     Args:
         graph: The graph.
-        machine: Decides for which types features are innermost (NHWC), not outside of space (NCHW).
+        machine: Decides which types use the NHWC layout; the others use NCHW.
     """
 
     def rule(node: Node) -> Node | None:
@@ -38,22 +38,22 @@ def canonical_convs(graph: Graph, machine: Machine) -> None:
 
 
 def _channels_last(conv: Node, machine: Machine) -> bool:
-    """Return whether features are innermost: never in volumes."""
+    """Return whether the layout is NHWC; convolutions over volumes never use it."""
     rank = len(conv.type.shape)
     image = rank == 4 and conv.operands[0].type.dtype in ("bf16", "f16")
     return rank <= 4 and (machine.channels_last or (image and machine.half_channels_last))
 
 
 def is_weight_gradient(conv: Node) -> bool:
-    """Return whether a library computes a filter's gradient: the window exceeds the result."""
+    """Return whether this is a filter gradient: its window is larger than its spatial result."""
     lhs, _, out = _labels(conv)
-    # JAX writes a filter's gradient with batch and features exchanged, so that the sum over the
-    # batch is a sum over "features".
+    # JAX writes a filter gradient with batch and features swapped, so that the sum over the batch
+    # appears as a sum over features.
     if lhs.index("f") >= lhs.index("b"):
         return False
     window: tuple[WindowDim, ...] = conv.attrs["window"]
     spatial = [conv.type.shape[out.index(str(i))] for i in range(len(window))]
-    # The window is the forward pass's result, the result its filter.
+    # The window is the gradient of the forward result; the result has the size of the filter.
     return prod(w.size for w in window) > prod(spatial)
 
 
@@ -67,11 +67,11 @@ def _canonical(conv: Node, channels_last: bool) -> Node:
     conv = _without_transposes(conv)
     lhs, rhs, _ = _labels(conv)
     if is_weight_gradient(conv):
-        # The library reads both inputs as the forward pass stored them: batch, space, features.
+        # The library reads both inputs as stored by the forward pass: batch, space, features.
         return _ordered_as(_padded(conv, lhs), "fb", "io", channels_last)
     if not _is_reversed(conv, rhs):
         return _ordered_as(_padded(_without_holes(conv, lhs), lhs), "bf", "oi", channels_last)
-    # It reads the filter as the forward pass does, whose results are the inputs here.
+    # The library reads the filter in its forward layout; the forward results are the inputs here.
     evened, limits = _evened(conv)
     return _ordered_as(evened, "bf", "io", channels_last, limits)
 
@@ -79,7 +79,7 @@ def _canonical(conv: Node, channels_last: bool) -> Node:
 def _ordered_as(
     conv: Node, data: str, kernel: str, channels_last: bool, limits: Limits | None = None
 ) -> Node:
-    """The convolution in the library's order, cut to limits, and its result in the program's."""
+    """Write the convolution in the library's layout; slice and transpose its result."""
     lhs, rhs, out = _labels(conv)
     space = "".join(str(i) for i in range(len(lhs) - 2))
     data, kernel = (
@@ -100,16 +100,16 @@ def _ordered_as(
 
 
 def _without_transposes(conv: Node) -> Node:
-    """The convolution of what its operands are transposes of (XLA's TransposeFolding).
+    """Fold transposes of the operands into the convolution (XLA's TransposeFolding).
 
-    A reversed filter whose channels change places, as ``conv_transpose(transpose_kernel=True)``
-    writes, is an input's gradient, which only this shows.
+    Only this exposes a reversed filter with swapped channels, as written by
+    ``conv_transpose(transpose_kernel=True)``, as an input gradient.
     """
     *labels, out = _labels(conv)
     operands = list(conv.operands)
     for i, operand in enumerate(operands):
         if operand.opcode == "transpose":
-            # Dimension ``d`` of the transpose is ``order[d]`` of what it reads.
+            # Dimension ``d`` of the transpose is dimension ``order[d]`` of its operand.
             order = list(operand.attrs["dimensions"])
             labels[i] = "".join(labels[i][order.index(d)] for d in range(len(order)))
             operands[i] = operand.operands[0]
@@ -118,7 +118,7 @@ def _without_transposes(conv: Node) -> Node:
 
 
 def _on_host(conv: Node) -> Node:
-    """The convolution in f32 with channels innermost, as XLA:CPU hands it to its library."""
+    """Write the convolution in f32 with channels innermost, the form of XLA:CPU's library."""
     lhs, rhs, out = _labels(conv)
     space = "".join(str(i) for i in range(len(lhs) - 2))
     data, kernel, result = f"b{space}f", f"{space}io", f"b{space}f"
@@ -136,17 +136,17 @@ def _on_host(conv: Node) -> Node:
 def _ordered(node: Node, labels: str, wanted: str) -> Node:
     order = tuple(labels.index(c) for c in wanted)
     moved = [d for d in order if node.type.shape[d] != 1]
-    # Only dimensions of size one change places: no data moves.
+    # If only dimensions of size one move, no data moves.
     if moved == sorted(moved):
         return reshape(node, tuple(node.type.shape[d] for d in order))
     return transposed(node, order)
 
 
 def _without_holes(conv: Node, labels: str) -> Node:
-    """Write the holes between the elements of a transposed convolution's input as zeros.
+    """Materialise the dilation of a transposed convolution's input as zero padding.
 
-    The library skips them in gradients alone, which reverse their filter; of one element it need
-    not be (MatchBackwardInput in XLA's conv_rewriter.cc).
+    The library supports input dilation only in gradients, whose filter is reversed. A filter with
+    one element need not be (MatchBackwardInput in XLA's conv_rewriter.cc).
     """
     window: tuple[WindowDim, ...] = conv.attrs["window"]
     if all(w.lhs_dilation == 1 for w in window) or all(w.size == 1 for w in window):
@@ -165,22 +165,22 @@ def _without_holes(conv: Node, labels: str) -> Node:
 
 
 def _is_reversed(conv: Node, labels: str) -> bool:
-    """Return whether the filter is reversed along all of space, as that of an input's gradient."""
+    """Return whether the filter is reversed along all spatial dimensions (input gradient)."""
     kernel = conv.operands[1]
     space = {d for d, label in enumerate(labels) if label not in "io"}
-    # Along a dimension of one element nothing is to be reversed.
+    # Dimensions of size one need no reversal.
     longer = {d for d in space if kernel.type.shape[d] != 1}
     return kernel.opcode == "reverse" and longer <= set(kernel.attrs["dimensions"]) <= space
 
 
 def _evened(conv: Node) -> tuple[Node, Limits]:
-    """An input's gradient as the library computes it, of the filter as it is stored.
+    """Rewrite an input gradient for the library, with symmetric padding and the stored filter.
 
-    The library pads the forward pass's input equally: where one side has more, the gradient is
-    computed for what the other lacks, too, and cut (ConvPaddingLegalization).
+    The library pads the forward input symmetrically: if the two paddings differ, it computes the
+    gradient of the additional padding, too, and the result is sliced (ConvPaddingLegalization).
 
     Returns:
-        The gradient, and where in it that of the program lies along each dimension of space.
+        The gradient, and the slice of each spatial dimension that holds the program's gradient.
     """
     lhs, _, out = _labels(conv)
     shape, window = list(conv.type.shape), list(conv.attrs["window"])
@@ -189,7 +189,7 @@ def _evened(conv: Node) -> tuple[Node, Limits]:
         d, size = out.index(str(i)), conv.operands[0].type.shape[lhs.index(str(i))]
         span = (w.size - 1) * w.rhs_dilation
         low = span - w.pad_low
-        # Elements behind the last window count as padding or do not (MatchBackwardInput).
+        # Elements after the last window may or may not count as padding (MatchBackwardInput).
         least = span + 1 + (size - 1) * w.lhs_dilation - shape[d] - low
         high = min(max(low, least), least + w.lhs_dilation - 1)
         if min(low, high) >= 0:
@@ -204,7 +204,7 @@ def _evened(conv: Node) -> tuple[Node, Limits]:
 
 
 def _padded(conv: Node, labels: str) -> Node:
-    """Pad the input where the padding differs between the two sides."""
+    """Pad the input explicitly where its low and high padding differ."""
     window: tuple[WindowDim, ...] = conv.attrs["window"]
     config, even = [(0, 0, 0)] * len(labels), []
     for i, w in enumerate(window):

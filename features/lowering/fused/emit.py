@@ -1,4 +1,4 @@
-"""From clusters back to a program: fusions, library calls and loops in an order that can run."""
+"""Turn clusters back into a program: fusions, library calls and loops in a valid schedule."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .loops import copy_carried
 
 
 class Emitter:
-    """Writes fused graphs as computations of a scheduled HLO program.
+    """Write fused graphs as computations of a scheduled HLO program.
 
     Args:
-        origin: The program that the graphs came from; its reducers are taken along.
+        origin: The program that the graphs were built from; its reducers are copied.
     """
 
     def __init__(self, origin: Program) -> None:
@@ -37,7 +37,7 @@ class Emitter:
         self._count = 0
 
     def called(self, name: str) -> str:
-        """Take a computation of the original program along."""
+        """Copy a computation of the original program and return its new name."""
         if name not in self.program.computations:
             source = self.origin.computations[name]
             for op in source.ops:
@@ -47,18 +47,18 @@ class Emitter:
         return name
 
     def name(self, base: str) -> str:
-        """Make a new name."""
+        """Return an unused name."""
         self._count += 1
         return f"{base}.{self._count}"
 
     def add(self, computation: Computation) -> str:
-        """Keep a computation."""
+        """Add a computation to the program and return its name."""
         self.program.computations[computation.name] = computation
         return computation.name
 
 
 class _Writer(ABC):
-    """The ops of one computation, and which of them holds each node's value."""
+    """The ops of one computation, and the index of the op that holds the value of each node."""
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter = emitter
@@ -67,10 +67,10 @@ class _Writer(ABC):
 
     @abstractmethod
     def _make(self, node: Node) -> int:
-        """Write a value that no kernel makes; returns its place."""
+        """Write the op for a value computed by no cluster, and return its index."""
 
     def _value(self, node: Node) -> int:
-        """Find the op that holds a node's value; views and constants are written here."""
+        """Return the index of the op with a node's value; write views and constants on demand."""
         known = self.place.get(id(node))
         if known is not None:
             return known
@@ -80,7 +80,7 @@ class _Writer(ABC):
         return self._make(node)
 
     def _op(self, node: Node) -> Op:
-        """The op that computes a node, its operands written before it."""
+        """Make the op for a node after writing its operands."""
         operands = tuple(self._value(operand) for operand in node.operands)
         called = tuple(self.emitter.called(name) for name in node.called)
         attrs = {k: v for k, v in node.attrs.items() if k not in (REVERSED, MOVES, WIDENED)}
@@ -102,20 +102,20 @@ class _Writer(ABC):
         return self._append(Op("", "tuple", tuple(places), types, is_tuple=True))
 
     def _computation(self, name: str, roots: Sequence[Node]) -> Computation:
-        """What was written, with the values of nodes as the result."""
+        """Return the computation written so far, with the values of ``roots`` as its result."""
         places = [self._value(node) for node in roots]
         root = places[0] if len(places) == 1 else self._tuple(roots, places)
         return Computation(name, self.ops, root)
 
 
 class ComputationWriter(_Writer):
-    """Writes one graph's clusters as one computation.
+    """Write the clusters of one graph as one computation.
 
     Args:
-        emitter: Where the program is collected.
-        clusters: The graph's kernels.
-        bodies: Names of the computations of each loop and branch, by the node's id.
-        wrapped: Whether lone ops become fusions, as compilers write them.
+        emitter: Collects the program.
+        clusters: The kernels of the graph.
+        bodies: Names of the computations of each loop and conditional, keyed by node id.
+        wrapped: Whether single ops become fusions, as compilers write them.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class ComputationWriter(_Writer):
         self.wrapped = wrapped
 
     def write(self, name: str, *, one_parameter: bool = False) -> Computation:
-        """Write the computation; the parameters of a branch are elements of a single tuple."""
+        """Write the computation; ``one_parameter`` packs its parameters into one tuple."""
         self._parameters(one_parameter)
         for cluster in self._scheduled():
             self._cluster(cluster)
         return self._computation(name, self.clusters.graph.outputs)
 
     def _scheduled(self) -> list[Cluster]:
-        """Order clusters so that each stands after what it reads.
+        """Order clusters so that each comes after the clusters that it reads.
 
         Raises:
-            LoweringError: Kernels were fused so that two wait for one another.
+            LoweringError: Fusion made two kernels depend on each other.
         """
         done: set[int] = set()
         begun: set[int] = set()
@@ -164,9 +164,9 @@ class ComputationWriter(_Writer):
                         hint="--lowering xla, or op",
                     )
                 begun.add(id(cluster))
-                # Depth first with an explicit stack: what a cluster reads is written before it.
+                # Depth first with an explicit stack: producers are written before their readers.
                 stack.append((cluster, True))
-                # Reversed, since a stack gives back the last one first: the program's order stays.
+                # Reversed, since a stack is last in, first out: this keeps the program order.
                 waiting = [p for p in self.clusters.producers(cluster) if id(p) not in done]
                 stack.extend((p, False) for p in reversed(waiting) if p is not cluster)
         return order
@@ -209,17 +209,17 @@ class ComputationWriter(_Writer):
             self._put(root, Op("", "get-tuple-element", (position,), root.results, {"index": i}))
 
     def _single(self, node: Node) -> None:
-        """Write a node that is a kernel as it stands: a product, a sort, a loop."""
+        """Write a node that forms a kernel without a fusion: a product, a sort, a loop."""
         op = self._op(node)
         if id(node) in self.bodies:
             op.called = self.bodies[id(node)]
             if node.opcode == "conditional":
-                # HLO hands each branch one operand: all get the same tuple.
+                # HLO passes one operand to each branch: all branches get the same tuple.
                 state = self._tuple(node.operands[1:], op.operands[1:])
                 op.operands = (op.operands[0], *[state] * len(op.called))
             elif op.attrs.get("trip_count") is not None:
-                # A GPU runs a loop of known length without asking its condition.
-                # The text that XLA:GPU writes; extraction reads it (kernels/extract.py:
+                # A GPU runs a loop with a known trip count without evaluating its condition.
+                # XLA:GPU writes this text; extraction reads it (kernels/extract.py:
                 # _counted_by_compiler).
                 op.attrs["backend_config"] = {"known_init_step": {"init": "0", "step": "1"}}
         self._put(node, op)
@@ -228,7 +228,7 @@ class ComputationWriter(_Writer):
 def bodies_of(
     graph: Graph, emitter: Emitter, writer: Callable[[Graph, Emitter], ComputationWriter]
 ) -> dict[int, tuple[str, ...]]:
-    """Write the loops and branches of a graph; returns their names by the id of their node."""
+    """Write the loops and branches of a graph; return their names, keyed by node id."""
     bodies = {}
     for node in graph.nodes():
         names = []
@@ -243,7 +243,7 @@ def bodies_of(
 
 
 class _Fused(_Writer):
-    """The computation inside of one fusion."""
+    """The computation inside one fusion."""
 
     def __init__(self, writer: ComputationWriter, cluster: Cluster, members: list[Node]) -> None:
         super().__init__(writer.emitter)
@@ -260,11 +260,11 @@ class _Fused(_Writer):
         return self._computation(name, self.cluster.roots)
 
     def _make(self, node: Node) -> int:
-        """Make a parameter for a value from outside; views of it are taken inside."""
+        """Make a parameter for a value from outside the fusion; its views are written inside."""
         if node.opcode == "constant":
             op = Op("", "constant", (), node.results, node.attrs, source=node.source)
             return self._put(node, op)
-        # Keyed by the op outside: a value and its views become one parameter.
+        # Keyed by the op outside the fusion, so that a value and its views share a parameter.
         outer = self.writer._value(node)
         parameter = self.parameters.get(outer)
         if parameter is None:
@@ -280,8 +280,8 @@ def _kind(cluster: Cluster) -> str:
     if cluster.library or cluster.rows:
         return "kCustom"
     codes = {root.opcode for root in cluster.roots}
-    # XLA's names: kLoop kernels compute an element per thread, kInput ones are driven by their
-    # input.
+    # XLA's fusion kinds: kLoop kernels compute an element per thread, kInput kernels iterate over
+    # their input.
     return "kInput" if codes & {"reduce", "scatter", "transpose"} else "kLoop"
 
 

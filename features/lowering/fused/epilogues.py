@@ -1,7 +1,7 @@
-"""Library calls, which are fixed with their epilogues before loops are fused.
+"""Fuse epilogues into library calls, before loops are fused.
 
-They take in bias, residual and activation (cublasLt, cuDNN), as XLA:GPU has it in GemmRewriter and
-CudnnFusedConvRewriter.
+Libraries (cublasLt, cuDNN) apply bias, residual and activation, which XLA:GPU fuses in GemmRewriter
+and CudnnFusedConvRewriter.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from .folding import is_elementwise, is_splat, reshape, splat
 from .graph import Node
 from .rows import is_single
 
-#: Ops of the tanh approximation of GELU, which cublasLt has as an epilogue.
+#: Ops of the tanh approximation of GELU, a cublasLt epilogue.
 _GELU = frozenset(("multiply", "add", "tanh", "power"))
 
 
 def fuse_epilogues(clusters: Clusters, *, is_entry: bool = True) -> None:
-    """Make each product or convolution one cluster with the epilogue that its library has.
+    """Make one cluster of each product or convolution and the epilogue that its library supports.
 
     Args:
         clusters: One op each; changed in place.
-        is_entry: Whether parameters are arguments; those of a loop are elements of its state.
+        is_entry: Whether parameters are arguments of the program, not elements of loop state.
     """
     for node in clusters.nodes:
         call = clusters.by_root.get(id(node))
-        # A generated product has taken in what follows it already (generated.py).
+        # Generated products already include the ops that follow them (generated.py).
         if call is None or call.library:
             continue
         if node.opcode in PRODUCTS and not clusters.fused_products:
@@ -37,7 +37,7 @@ def fuse_epilogues(clusters: Clusters, *, is_entry: bool = True) -> None:
 
 
 def _take_positions(clusters: Clusters, call: Cluster) -> None:
-    """Let a sort count the positions itself that it carries along."""
+    """Fuse the iotas that a sort carries along into the sort, which then generates them."""
     own = [source_of(o) for o in call.root.operands]
     counted = {id(n): n for n in own if n.opcode == "iota" and is_single(clusters, n)}
     for node in counted.values():
@@ -54,12 +54,12 @@ class _Epilogue:
         self.call.library = True
 
     def run(self) -> None:
-        """Fuse a factor; or a bias, then either a residual or an activation."""
+        """Fuse a scale factor; or a bias, and then either a residual or an activation."""
         if self.is_dot:
             self._factor()
         biased = self._add(self._bias)
-        # cuBLAS computes alpha · A·B + beta · C (+ bias): a residual takes C. A product with one
-        # gets no activation.
+        # cuBLAS computes alpha · A·B + beta · C (+ bias), with the residual as C. A product with a
+        # residual gets no activation.
         if (self.is_dot or self._is_forward()) and self._add(self._residual) and self.is_dot:
             return
         if biased:
@@ -68,16 +68,15 @@ class _Epilogue:
                 self._gelu()
 
     def _is_forward(self) -> bool:
-        """Return whether the library runs a convolution forwards and can add a second input."""
+        """Return whether this is a forward convolution, to whose result cuDNN can add an input."""
         conv = next(n for n in self.call.members.values() if n.opcode == "convolution")
         dilated = any(w.lhs_dilation != 1 for w in conv.attrs.get("window", ()))
-        # Labels that start with the feature mean filter gradients
-        # (convolutions.py).
+        # Labels that start with the feature dimension mark filter gradients (convolutions.py).
         turned = str(conv.attrs.get("dim_labels", "")).startswith("f")
         return not (dilated or turned or conv.attrs.get(REVERSED, False))
 
     def _reader(self) -> Cluster | None:
-        """Find the only cluster that reads the result, if it is one op that took nothing in."""
+        """Find the cluster that reads the result, if it is the only one and a single unfused op."""
         root = self.call.root
         if id(root) in self.clusters.kept:
             return None
@@ -87,7 +86,7 @@ class _Epilogue:
         return users[0]
 
     def _take(self, cluster: Cluster, *extra: Node) -> None:
-        """Fuse a reader, and copies of the broadcasts that it needs."""
+        """Fuse a reader, and copies of the broadcasts that it reads."""
         position = self.clusters.position
         self.clusters.remove(self.call)
         self.clusters.remove(cluster)
@@ -113,7 +112,7 @@ class _Epilogue:
         return rule(cluster, other)
 
     def _factor(self) -> None:
-        """Fuse a constant factor of the product, if nothing else reads the product."""
+        """Fuse a constant factor of the product if it has no other readers."""
         cluster = self._reader()
         if cluster is None or cluster.root.opcode != "multiply":
             return
@@ -121,13 +120,13 @@ class _Epilogue:
             self._take(cluster, *self._splats(cluster.root))
 
     def _bias(self, cluster: Cluster, other: Node) -> bool:
-        """Fuse a vector along the last dimension; of a convolution, along its features."""
+        """Fuse a vector along the last dimension, or along the features of a convolution."""
         source = source_of(other)
         if source.opcode != "broadcast" or splat(source) is not None:
             return False
         vector = source.operands[0]
         dims = source.attrs.get("dimensions", ())
-        # cublasLt's bias is one value for each column, cuDNN's one for each feature.
+        # cublasLt adds one bias per column, cuDNN one per feature.
         sizes = [size for size in vector.type.shape if size != 1]
         if len(sizes) != 1 or dims[-1] != len(source.type.shape) - 1:
             return False
@@ -135,7 +134,7 @@ class _Epilogue:
         return True
 
     def _residual(self, cluster: Cluster, other: Node) -> bool:
-        """Fuse a matrix of the result's size, which the product is added to."""
+        """Fuse the addition of a matrix with the shape of the result."""
         source = source_of(other)
         if splat(other) is not None or source.opcode == "broadcast":
             return False
@@ -147,18 +146,18 @@ class _Epilogue:
         return True
 
     def _read_later(self, source: Node) -> bool:
-        """Whether the library, which adds in place, would destroy a value that is still read."""
+        """Return whether the library's in-place addition would overwrite a value still needed."""
         clusters = self.clusters
         given = source.opcode in ("parameter", "constant") and not self._is_next(source)
         if given or id(source) in clusters.kept:
             return True
-        # Readers that come later in the order would find the sum instead of the residual.
+        # Readers that come later in the order would see the sum instead of the residual.
         start = clusters.position[id(self.call.root)]
         readers = clusters.readers.get(id(source), {}).values()
         return any(clusters.position[id(c.roots[-1])] > start for c in readers)
 
     def _is_next(self, source: Node) -> bool:
-        """Whether the result takes the place of an element of a loop's state."""
+        """Return whether the result is the next value of ``source``, an element of loop state."""
         if self.is_entry or source.opcode != "parameter":
             return False
         graph = self.clusters.graph
@@ -166,7 +165,7 @@ class _Epilogue:
         return place < len(graph.outputs) and source_of(graph.outputs[place]) is self.call.root
 
     def _copy(self, add: Node, source: Node) -> None:
-        """Give the library a copy of the residual to add to."""
+        """Insert a copy of the residual for the library to add to in place."""
         clusters = self.clusters
         copy = Node("copy", [source], source.results, source=source.source)
         clusters.insert(copy, before=add)
@@ -184,7 +183,7 @@ class _Epilogue:
                 self._take(cluster, *self._splats(cluster.root))
 
     def _gelu(self) -> None:
-        """Fuse the tanh form of GELU, if nothing else reads the result."""
+        """Fuse the tanh form of GELU if its input has no other readers."""
         root = self.call.root
         if id(root) in self.clusters.kept:
             return
@@ -195,11 +194,11 @@ class _Epilogue:
             self._take(cluster, *self._splats(cluster.root))
 
     def _closure(self, root: Node) -> list[Cluster] | None:
-        """Collect the clusters of GELU of ``root``, in order; ``None`` if others read them."""
+        """List the clusters of the GELU that ends in ``root``; ``None`` if others read them."""
         inside: dict[int, Node] = {id(root): root}
         chain: list[Cluster] = []
         front = list(self.clusters.users(self.call))
-        # GELU's tanh form has eight or nine ops; twelve steps bound the search.
+        # The tanh form of GELU has eight or nine ops; twelve steps bound the search.
         for _ in range(12):
             ready = [c for c in front if self._ready(c, inside)]
             if len(ready) != len(front) and not ready:
@@ -218,9 +217,9 @@ class _Epilogue:
         return None
 
     def _is_complete(self, root: Node, chain: list[Cluster], inside: dict[int, Node]) -> bool:
-        """Return whether a chain has one tanh, and one result that others read."""
+        """Return whether a chain has exactly one tanh and one result that other kernels read."""
         codes = [c.root.opcode for c in chain]
-        # x/2 · (1 + tanh(…)) ends in a product.
+        # x/2 · (1 + tanh(…)) ends in a multiply.
         if codes.count("tanh") != 1 or codes[-1] != "multiply":
             return False
         readers = {id(c): self.clusters.users(c) for c in chain}

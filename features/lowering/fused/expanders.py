@@ -1,4 +1,4 @@
-"""Ops that XLA's expanders spell out at length: random bits, gradients of max pooling and rows."""
+"""Ops that XLA's expanders rewrite: random bits, max-pooling gradients and row scatters."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ...ir.program import DTYPE_BITS, Computation, Op, Program, TensorType
 from .folding import reshape, splat, splat_node, spread
 from .graph import Node, element
 
-#: Factors and steps of the keys of Philox4x32-10 (Salmon et al., SC 2011, table 2 and section 4.3).
+#: Multipliers and key increments of Philox4x32-10 (Salmon et al., SC 2011, table 2, section 4.3).
 _FACTORS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-#: Rounds after which XLA's GPU compiler (JAX 0.10) begins a second kernel: the code of one grows
-#: too long. Found by compiling for an H100 and an A100; the length of the array does not matter.
+#: Rounds after which XLA's GPU compiler (JAX 0.10) starts a second kernel because the code gets
+#: too long. Found by compiling for an H100 and an A100; independent of the array's length.
 _FIRST = 4
-#: Words of one counter's block.
+#: Words in the block of one counter.
 _WORDS = 4
-#: Type of positions in an array.
+#: Type of array indices.
 INDEX = "s32"
 
 
 def philox(node: Node) -> Node | None:
-    """Spell out a generator of random bits; ``None`` for other algorithms and states.
+    """Expand a random bit generator; return ``None`` for other algorithms and states.
 
     Args:
-        node: An ``rng-bit-generator`` with results of its next state and of the bits.
+        node: An ``rng-bit-generator`` that returns its next state and the bits.
     """
     state, bits = node.operands[0], node.results[-1]
     algorithm = str(node.attrs.get("algorithm", "")).lower().removeprefix("rng_")
@@ -66,14 +66,14 @@ class _Philox:
 
     Attributes:
         node: The generator.
-        count: Blocks of four words.
+        count: Number of four-word blocks.
     """
 
     node: Node
     count: int
 
     def words(self) -> list[Node]:
-        """Four random words of each block."""
+        """Return the four random words of each block."""
         key, base = (self._scalar(i) for i in range(2))
         keys = [self._narrow(key), self._narrow(self._high(key))]
         start = spread(base, (), (self.count,), self.node.source)
@@ -113,11 +113,11 @@ class _Philox:
         return [mixed[0], self._narrow(second), mixed[1], self._narrow(first)]
 
     def _kept(self, block: list[Node]) -> list[Node]:
-        """Write the words to memory, and read them again."""
+        """Write the words to memory and read them back."""
         parts = [reshape(word, (1, self.count)) for word in block]
         kind = (TensorType("u32", (_WORDS, self.count)),)
         whole = Node("concatenate", parts, kind, {"dimensions": (0,)}, source=self.node.source)
-        # What stands behind a barrier is not computed in the kernel that reads it.
+        # The consumer's kernel cannot recompute a value behind a barrier.
         kept = Node("opt-barrier", [whole], kind, source=self.node.source)
         row = (TensorType("u32", (1, self.count)),)
         rows = [
@@ -148,13 +148,13 @@ class _Philox:
 
 
 def scattered(node: Node, program: Program) -> Node:
-    """Spell out a gradient of max pooling: each window's largest element, then a scatter to it."""
+    """Expand a max-pooling gradient: find each window's maximum, then scatter to its position."""
     operand, source, start = node.operands
     shape, windows = operand.type.shape, source.type.shape
     rank = len(shape)
     whole = TensorType(INDEX, shape)
     places = [Node("iota", [], (whole,), {"dimensions": (d,)}) for d in range(rank)]
-    # Position -1 marks a window that met no element yet.
+    # Position -1 marks a window that has not seen an element yet.
     none = splat_node(-1, TensorType(INDEX))
     kinds = (TensorType(operand.type.dtype, windows), *[TensorType(INDEX, windows)] * rank)
     search = Node(
@@ -193,7 +193,7 @@ def scattered(node: Node, program: Program) -> Node:
 
 
 def cropped(node: Node) -> Node | None:
-    """Scatter single elements into the part that is read: what falls outside is dropped anyway."""
+    """Scatter single elements directly into the slice that is read: those outside are dropped."""
     made = node.operands[0]
     limits = node.attrs.get("slice", ())
     if made.opcode != "scatter" or made.attrs.get("update_window_dims") or made.is_tuple:
@@ -206,10 +206,10 @@ def cropped(node: Node) -> Node | None:
 
 
 def one_per_row(node: Node) -> Node | None:
-    """Choose by position where a scatter into one value has an update for each row.
+    """Turn a scatter of one update per row into a splat into a select by position.
 
-    So comes the gradient of one element of each row, as of a cross-entropy; a TPU's compiler
-    computes it in the kernel that reads it.
+    The gradient of one element per row, as in a cross-entropy loss, has this form; the TPU compiler
+    fuses the select into the kernel that reads it.
     """
     if node.is_tuple or len(node.operands) != 3 or node.attrs.get("update_window_dims"):
         return None
@@ -228,14 +228,14 @@ def one_per_row(node: Node) -> Node | None:
 
 
 def _chooser(program: Program, dtype: str, rank: int) -> str:
-    """Make a computation that keeps the larger of two values that were met, and its position."""
+    """Make a computation that returns the larger of two values and its position."""
     name = f"opcast.larger.{dtype}.{rank}"
     if name in program.computations:
         return name
     types = [TensorType(dtype), *[TensorType(INDEX)] * rank]
     ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(types * 2)]
     count = len(types)
-    # Position -1: no element yet, which the other one then replaces.
+    # Position -1: no element seen yet, so the other one replaces it.
     ops.append(Op(f"{name}.n", "constant", (), (TensorType(INDEX),), {"value": -1}))
     steps: tuple[tuple[str, tuple[int, ...], JsonObject], ...] = (
         ("compare", (0, count), {"direction": "GE"}),
@@ -249,7 +249,7 @@ def _chooser(program: Program, dtype: str, rank: int) -> str:
         ops.append(Op(f"{name}.c{i}", opcode, read, (TensorType("pred"),), attrs))
     test, chosen = len(ops) - 1, []
     for i, t in enumerate(types):
-        # Value and positions are selected together.
+        # The value and its position are selected together.
         chosen.append(len(ops))
         ops.append(Op(f"{name}.s{i}", "select", (test, i, count + i), (t,)))
     ops.append(Op(f"{name}.t", "tuple", tuple(chosen), tuple(types), is_tuple=True))

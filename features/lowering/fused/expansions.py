@@ -1,10 +1,10 @@
-"""Ops that XLA:GPU has no kernel for, spelled out as its expanders do.
+"""Expand ops that have no XLA:GPU kernel, as XLA's expanders do.
 
-Scans become trees of short ones (ReduceWindowRewriter), selections of the largest elements sorts
+Scans become trees of short scans (ReduceWindowRewriter), top-k selections become sorts
 (TopkDecomposer, unless TopkSpecializer has a kernel), stable sorts carry positions along
-(StableSortExpander), gradients of max pooling a search and a scatter (SelectAndScatterExpander),
-a scatter of one update is a dynamic update of a slice (ScatterExpander), and ragged products
-multiply the rows of every group, others set to zero (RaggedDotRewriter).
+(StableSortExpander), max-pooling gradients become searches and scatters (SelectAndScatterExpander),
+a scatter of one update becomes a dynamic-update-slice (ScatterExpander), and ragged products
+multiply all rows for every group, with the rows of other groups set to zero (RaggedDotRewriter).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .folding import padded, reshape, splat_node, spread
 from .graph import Graph, Node, element, rewrite_all
 from .reductions import adder, combiner
 
-#: Largest number and smallest length of rows of TopkSpecializer's kernel, and the types that it
-#: takes (found by compiling for an H100 with JAX 0.10).
+#: Largest k, shortest rows and types that TopkSpecializer's kernel accepts (found by compiling for
+#: an H100 with JAX 0.10).
 TOP, FROM, TOP_TYPES = 16, 1024, ("f32", "bf16")
-#: Functions that are ops of HLO, which GPUs have in a library: not spelled out as polynomials.
+#: Functions that are single HLO ops with GPU library versions: not expanded to polynomials.
 _LIBRARY_FUNCTIONS = ("acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh")
 
 
@@ -33,14 +33,14 @@ def expand_ops(
     platform: str = "gpu",
     only: frozenset[str] = frozenset(),
 ) -> None:
-    """Spell out ops that the compiler has no kernel for.
+    """Expand ops that the compiler has no kernel for.
 
     Args:
-        graph: Changed in place, its loops and branches too.
-        program: Takes in the computations that the new ops call.
-        platform: Of the target. TPUs have kernels for the largest elements and ragged rows,
-            CPUs for the largest elements of f32.
-        only: Ops to spell out; all of them if it is empty.
+        graph: Changed in place, including its loops and branches.
+        program: Receives the computations that the new ops call.
+        platform: The target's platform. TPUs have kernels for top-k and ragged rows, CPUs for top-k
+            of f32.
+        only: Ops to expand; all of them if empty.
     """
     on_tpu = platform == "tpu"
 
@@ -82,12 +82,12 @@ def expand_ops(
         return None
 
     rewrite_all(graph, rule)
-    # Nothing else runs calls that were spelled out.
+    # The effects would still run the calls that were expanded.
     graph.effects = [n for n in graph.effects if n.attrs.get("target") != "ApproxTopK"]
 
 
 def _single_update(node: Node, program: Program) -> Node | None:
-    """Turn a scatter that overwrites one slice into a dynamic update of it."""
+    """Turn a scatter that overwrites a single slice into a dynamic-update-slice."""
     if node.is_tuple or len(node.operands) != 3 or node.attrs.get("input_batching_dims"):
         return None
     array, indices, updates = node.operands
@@ -112,12 +112,12 @@ def _single_update(node: Node, program: Program) -> Node | None:
 
 
 def _in_bounds(starts: list[Node], program: Program) -> Node:
-    """Check the position of an update, without which it is dropped: one small kernel."""
+    """Test whether an update is in bounds (if not, it is dropped): one small kernel."""
     columns = [reshape(start, (1,)) for start in starts]
     kind = TensorType(starts[0].type.dtype, (len(starts),))
     place = Node("concatenate", columns, (kind,), {"dimensions": (0,)})
     flags = (TensorType("pred", kind.shape),)
-    # The limits of each dimension do not matter here.
+    # The actual limits of each dimension do not affect the cost.
     limits = ((splat_node(0, kind), "GE"), (splat_node(1, kind), "LE"))
     sides = [
         Node("compare", [place, limit], flags, {"direction": direction})
@@ -129,13 +129,13 @@ def _in_bounds(starts: list[Node], program: Program) -> Node:
 
 
 def _scalar(indices: Node, i: int) -> Node:
-    """The element of an index vector at a position, as a scalar."""
+    """Return one element of an index vector as a scalar."""
     flat = reshape(indices, (indices.size,))
     return reshape(_cut(flat, 0, i, i + 1), ())
 
 
 def _complex_exponential(node: Node) -> Node:
-    """Euler's formula, which every element's thread computes with real functions."""
+    """Expand a complex exponential into real functions by Euler's formula, for each element."""
     kind = (TensorType(PARTS[node.type.dtype], node.type.shape),)
     real, angle = (Node(part, list(node.operands), kind) for part in ("real", "imag"))
     scale = Node("exponential", [real], kind)
@@ -145,7 +145,7 @@ def _complex_exponential(node: Node) -> Node:
 
 
 def _scan(node: Node, program: Program, base: int = SCAN) -> Node | None:
-    """Turn a running sum, product or maximum over more than ``base`` elements into a tree."""
+    """Turn a cumulative sum, product or maximum over more than ``base`` elements into a tree."""
     window: tuple[WindowDim, ...] = node.attrs.get("window", ())
     if node.is_tuple or len(node.operands) != 2 or not node.called:
         return None
@@ -156,14 +156,14 @@ def _scan(node: Node, program: Program, base: int = SCAN) -> Node | None:
 
 
 class _Scan:
-    """Builds the tree of one scan.
+    """Build the tree of one scan.
 
     Args:
-        node: The window over everything before (after) each element.
-        along: Its dimension.
-        reverse: Whether it runs from the end.
-        program: Has the computation that combines two elements.
-        base: Elements that are combined from scratch.
+        node: The reduce-window over all elements before (after) each element.
+        along: The scanned dimension.
+        reverse: Whether the scan runs from the end.
+        program: Contains the computation that combines two elements.
+        base: Number of elements that one window combines.
     """
 
     def __init__(self, node: Node, along: int, reverse: bool, program: Program, base: int) -> None:
@@ -226,7 +226,7 @@ def _cut(value: Node, d: int, start: int, stop: int) -> Node:
 
 
 def applied(program: Program, name: str, *arguments: Node) -> Node:
-    """Apply a computation on scalars to arrays of one shape, element by element."""
+    """Apply a computation on scalars elementwise to arrays of one shape."""
     values: list[Node] = []
     shape = arguments[0].type.shape
     computation = program.computations[name]
@@ -247,7 +247,7 @@ def applied(program: Program, name: str, *arguments: Node) -> Node:
 
 
 def _largest(node: Node, along: int, program: Program, count: int = 0) -> Node:
-    """Find the largest elements of rows by a kernel of its own, or by sorting them."""
+    """Find the largest elements of each row with a top-k kernel, or by sorting the rows."""
     values = node.operands[0]
     shape, dtype = values.type.shape, values.type.dtype
     count = count or node.type.shape[along]
@@ -276,7 +276,7 @@ _ALONG = re.compile(r"\breduction_dim = (\d+)")
 
 
 def _approximate(node: Node, program: Program) -> Node | None:
-    """Sort where the target has no approximate selection (``is_fallback``)."""
+    """Expand an approximate top-k into a sort if the target lacks it (``is_fallback``)."""
     config = str(node.attrs.get("backend_config", ""))
     count, along = _TOP_K.search(config), _ALONG.search(config)
     if count is None or along is None or len(node.operands) < 2:
@@ -285,7 +285,7 @@ def _approximate(node: Node, program: Program) -> Node | None:
 
 
 def _stable(node: Node) -> Node | None:
-    """Sort positions along, which break ties."""
+    """Make a sort stable by also sorting positions, which break ties."""
     along = int(node.attrs.get("dimension", 0))
     if not node.attrs.get("is_stable"):
         return None
@@ -304,7 +304,7 @@ def _stable(node: Node) -> Node | None:
 
 
 def _comparator(program: Program, dtypes: Iterable[str]) -> str:
-    """Make a computation that tells whether the first of two values is larger."""
+    """Make a computation that returns whether the first of two values is larger."""
     kinds = [TensorType(dtype) for dtype in dtypes for _ in range(2)]
     name = f"opcast.greater.{'.'.join(t.dtype for t in kinds[::2])}"
     ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(kinds)]
@@ -314,7 +314,7 @@ def _comparator(program: Program, dtypes: Iterable[str]) -> str:
 
 
 def _ragged(node: Node, program: Program, on_tpu: bool) -> Node | None:
-    """Multiply the rows of each group, all others set to zero, by its own weights."""
+    """Multiply the rows of each group by the group's weights, with all other rows set to zero."""
     lhs, rhs, sizes = node.operands
     get = node.attrs.get
     contracted = {side: tuple(get(f"{side}_contracting_dims", ())) for side in ("lhs", "rhs")}
@@ -325,7 +325,7 @@ def _ragged(node: Node, program: Program, on_tpu: bool) -> Node | None:
         names = {f"{s}_contracting_dims": contracted[s] for s in contracted}
         names |= {f"{s}_batch_dims": batch[s] for s in batch}
         return Node("dot", [lhs, rhs], node.results, {**kept, **names}, source=node.source)
-    # Group sizes of a batch of ragged products have dimensions of their own: not spelled out.
+    # Group sizes of batched ragged products have batch dimensions: not expanded.
     if len(sizes.type.shape) != 1 or (on_tpu and rows not in contracted["lhs"]):
         return None
     bounds = _bounds(sizes, program)
@@ -340,7 +340,7 @@ def _ragged(node: Node, program: Program, on_tpu: bool) -> Node | None:
     else:
         (group,) = get("rhs_group_dims") or (0,)
         operands = [wide, rhs]
-        # The group first, so that weights that are grouped by their first dimension stay in place.
+        # Group dimension first, so that weights with a leading group dimension stay in place.
         moved = {
             "lhs": (0, *moved["lhs"]),
             "rhs": (group, *contracted["rhs"]),
@@ -352,7 +352,7 @@ def _ragged(node: Node, program: Program, on_tpu: bool) -> Node | None:
 
 
 def _bounds(sizes: Node, program: Program) -> tuple[Node, Node]:
-    """First row of each group, and of the next one."""
+    """Return the first row of each group, and the first row of the next group."""
     count = sizes.type.shape[0]
     dtype = sizes.type.dtype
     zero = splat_node(0, TensorType(dtype))

@@ -1,7 +1,7 @@
-"""Simpler values: scalars that are known beforehand, and ops that only move data.
+"""Fold known values and simplify ops that only move data.
 
-Constants, arrays of one value and arithmetic on them are folded; reshapes, transposes, broadcasts,
-slices and pads of each other become one.
+Constants, splats and arithmetic on them are folded; chains of reshapes, transposes, broadcasts,
+slices and pads are merged into one op.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...ir.op_table import ELEMENTWISE
 from ...ir.program import Source, TensorType
 from .graph import Node, constant
 
-#: Arithmetic on known scalars, in Python's numbers: enough for counters, bounds and epsilons.
+#: Arithmetic on known scalars with Python numbers: enough for counters, bounds and epsilons.
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -41,7 +41,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "EQ": operator.eq,
     "NE": operator.ne,
 }
-#: Ops that may stand for one value, or for repeated ones (:func:`fold`).
+#: Ops whose result may be a single value or repeat one (:func:`fold`).
 _REPEATING = frozenset(("constant", "broadcast", "reshape", "iota"))
 
 
@@ -51,8 +51,8 @@ def is_elementwise(node: Node) -> bool:
 
 
 def splat(node: Node) -> Any:
-    """Return the one value of all elements; ``None`` if it is unknown or there are several."""
-    # Repeating or renaming a single value leaves it the same.
+    """Return the value that all elements share; ``None`` if it is unknown or they differ."""
+    # Repeating or reshaping a single value does not change it.
     while node.opcode in ("broadcast", "reshape"):
         node = node.operands[0]
     if node.opcode != "constant":
@@ -66,12 +66,12 @@ def splat(node: Node) -> Any:
 def is_splat(node: Node, value: float) -> bool:
     """Return whether all elements are known to be ``value``."""
     repeated = splat(node)
-    # True == 1 for Python: a predicate must not pass as a number.
+    # True == 1 in Python, but a predicate must not match a number.
     return repeated is not None and not isinstance(repeated, bool) and repeated == value
 
 
 def splat_node(value: object, like: TensorType, source: Source | None = None) -> Node:
-    """An array of one value: a scalar constant, and a broadcast if it has dimensions."""
+    """Make an array of one value: a scalar constant, broadcast if the type has dimensions."""
     scalar = constant(value, TensorType(like.dtype))
     if not like.shape:
         return scalar
@@ -79,10 +79,10 @@ def splat_node(value: object, like: TensorType, source: Source | None = None) ->
 
 
 def fold(node: Node) -> Node | None:
-    """Evaluate an op on known scalars, or move it to scalars if its operands repeat one.
+    """Evaluate an op on known scalars, or apply it before broadcasts that repeat single values.
 
     Returns:
-        A constant, or a broadcast of what is computed once; ``None`` if neither is possible.
+        A constant, or a broadcast of a result computed once; ``None`` if neither is possible.
     """
     if node.opcode == "constant":
         value = node.attrs.get("value")
@@ -107,7 +107,7 @@ def _evaluate(node: Node, values: list[Any]) -> object:
             return _cast(_BINARY[opcode](*values), dtype)
         if opcode in _UNARY:
             return _cast(_UNARY[opcode](values[0]), dtype)
-        # Integer division rounds towards zero in HLO, towards minus infinity in Python: left alone.
+        # Integer division rounds towards zero in HLO, towards minus infinity in Python: not folded.
         if opcode == "divide" and not dtype.startswith(("s", "u")):
             return values[0] / values[1]
         if opcode == "compare":
@@ -132,9 +132,9 @@ def _cast(value: Any, dtype: str) -> object:
 
 
 def _sink(node: Node) -> Node | None:
-    """Turn an elementwise op on broadcasts into the broadcast of an op on what they repeat.
+    """Move an elementwise op on broadcasts before the broadcast.
 
-    All are of scalars but for one array, as in XLA's
+    At most one operand may broadcast an array; the others broadcast scalars, as in XLA's
     TryToSinkBroadcastAfterOpWithUniqueNonScalarOperand.
     """
     if not node.type.shape:
@@ -157,7 +157,7 @@ def _sink(node: Node) -> Node | None:
 
 
 def _one_iota(node: Node) -> Node:
-    """Write an iota of several dimensions as the broadcast of one along its own."""
+    """Write an iota of several dimensions as the broadcast of a one-dimensional iota."""
     dims = tuple(node.attrs.get("dimensions", ()))
     if node.opcode != "iota" or len(dims) != 1 or len(node.type.shape) < 2:
         return node
@@ -173,7 +173,7 @@ def simplify_view(node: Node) -> Node | None:
 
 
 def reshape(node: Node, shape: tuple[int, ...], like: Node | None = None) -> Node:
-    """Make a reshape of ``node``, or return ``node`` itself if it has that shape."""
+    """Make a reshape of ``node``, or return ``node`` itself if it already has that shape."""
     if node.type.shape == shape:
         return node
     source = (like or node).source
@@ -181,12 +181,12 @@ def reshape(node: Node, shape: tuple[int, ...], like: Node | None = None) -> Nod
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """Return the permutation that undoes one, or the places of numbers in ascending order."""
+    """Return the inverse of a permutation, or the indices that sort a sequence."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def transposed(node: Node, order: Sequence[int], source: Source | None = None) -> Node:
-    """Make a transpose of ``node``, or return ``node`` itself if no dimension changes place."""
+    """Make a transpose of ``node``, or return ``node`` itself if no dimension moves."""
     order = tuple(order)
     if order == tuple(range(len(order))):
         return node
@@ -195,7 +195,7 @@ def transposed(node: Node, order: Sequence[int], source: Source | None = None) -
 
 
 def converted(node: Node, dtype: str, source: Source | None = None) -> Node:
-    """Convert ``node`` to a type, or return ``node`` itself if it has that type."""
+    """Make a conversion of ``node``, or return ``node`` itself if it already has that type."""
     if node.type.dtype == dtype:
         return node
     kind = node.type._replace(dtype=dtype)
@@ -203,8 +203,8 @@ def converted(node: Node, dtype: str, source: Source | None = None) -> Node:
 
 
 def spread(node: Node, dims: Sequence[int], shape: tuple[int, ...], source: Source | None) -> Node:
-    """Repeat ``node`` over a shape in which its dimensions take the places ``dims``."""
-    # A broadcast maps dimensions in ascending order.
+    """Broadcast ``node`` to a shape, in which its dimensions become ``dims`` (in any order)."""
+    # A broadcast must map dimensions in ascending order.
     small = transposed(node, inverse(dims), source)
     kind = TensorType(node.type.dtype, shape)
     return Node("broadcast", [small], (kind,), {"dimensions": tuple(sorted(dims))}, source=source)
@@ -213,7 +213,7 @@ def spread(node: Node, dims: Sequence[int], shape: tuple[int, ...], source: Sour
 def padded(
     node: Node, config: Sequence[tuple[int, int, int]], value: Node, source: Source | None
 ) -> Node:
-    """Pad ``node`` by so many elements before, after and between those of each dimension."""
+    """Pad ``node`` with ``value``, given the low, high and interior padding of each dimension."""
     if not any(map(any, config)):
         return node
     shape = tuple(
@@ -225,7 +225,7 @@ def padded(
 
 
 def reduced(node: Node, value: Node, dims: Sequence[int]) -> Node:
-    """Reduce dimensions of ``value`` as the reduction ``node`` does, from the same start."""
+    """Reduce dimensions of ``value`` like the reduction ``node``, with its initial value."""
     shape = tuple(size for d, size in enumerate(value.type.shape) if d not in dims)
     kind, attrs = TensorType(node.type.dtype, shape), {**node.attrs, "dimensions": tuple(dims)}
     operands = [value, node.operands[1]]
@@ -240,14 +240,14 @@ def _reshape(node: Node) -> Node | None:
         return Node("reshape", [inner.operands[0]], node.results, source=node.source)
     if inner.opcode == "broadcast" and not inner.operands[0].type.shape:
         return Node("broadcast", [inner.operands[0]], node.results, {"dimensions": ()})
-    # Masks compare iotas of one shape: with the reshape moved away, equal ones are merged.
+    # Masks compare iotas of one shape: once the reshape is gone, equal iotas are merged.
     if inner.opcode == "iota" and squeezed(inner.type.shape) == squeezed(node.type.shape):
         return _moved_iota(inner, node)
     return None
 
 
 def _moved_iota(inner: Node, node: Node) -> Node | None:
-    """Make an iota whose dimensions of size one are elsewhere."""
+    """Make an iota whose dimensions of size one are in other positions."""
     (along,) = inner.attrs["dimensions"]
     if inner.type.shape[along] == 1:
         return None
@@ -257,7 +257,7 @@ def _moved_iota(inner: Node, node: Node) -> Node | None:
 
 
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Leave out dimensions of size one, which take no memory."""
+    """Drop dimensions of size one, which take no memory."""
     return tuple(size for size in shape if size != 1)
 
 
@@ -273,7 +273,7 @@ def _transpose(node: Node) -> Node | None:
     if inner.opcode == "broadcast":
         place = {old: new for new, old in enumerate(order)}
         dims = tuple(place[d] for d in inner.attrs.get("dimensions", ()))
-        # A broadcast maps dimensions in ascending order; others would need a transpose first.
+        # A broadcast must map dimensions in ascending order; other orders need a transpose.
         if dims == tuple(sorted(dims)):
             return Node("broadcast", [inner.operands[0]], node.results, {"dimensions": dims})
     moved = [d for d in order if inner.type.shape[d] != 1]
@@ -283,13 +283,13 @@ def _transpose(node: Node) -> Node | None:
 
 
 def _broadcast(node: Node) -> Node | None:
-    """Drop repeated size-one dimensions, broadcasts of broadcasts, and broadcasts of all."""
+    """Simplify expanded size-one dimensions, nested broadcasts and broadcasts to the same shape."""
     inner = node.operands[0]
     dims = tuple(node.attrs.get("dimensions", ()))
     shape = node.type.shape
     if inner.type.shape == shape:
         return inner
-    # A dimension of size one is repeated, which HLO's broadcast may not do: it is dropped first.
+    # HLO's broadcast may not expand a dimension of size one, so it is dropped first.
     kept = [i for i, d in enumerate(dims) if inner.type.shape[i] != 1]
     if len(kept) < len(dims):
         small = reshape(inner, tuple(inner.type.shape[i] for i in kept), node)
@@ -324,13 +324,13 @@ def _slice(node: Node) -> Node | None:
 
 
 def _slice_of_concatenate(node: Node, inner: Node) -> Node | None:
-    """Slice the one operand that a slice of a concatenation reads from."""
+    """Replace a slice of a concatenation by a slice of the only operand that it reads."""
     along = int(inner.attrs["dimensions"][0])
     begin, end, step = node.attrs["slice"][along]
     offset = 0
     for operand in inner.operands:
         size = operand.type.shape[along]
-        # A slice across two operands keeps the concatenation.
+        # A slice across two operands still needs the concatenation.
         if offset <= begin and end <= offset + size:
             limits = list(node.attrs["slice"])
             limits[along] = (begin - offset, end - offset, step)
@@ -355,7 +355,7 @@ def _reverse(node: Node) -> Node | None:
         return inner
     if inner.opcode != "reverse":
         return None
-    # What is reversed twice is as it was.
+    # Reversing a dimension twice restores it.
     attrs = {"dimensions": tuple(sorted(dims ^ set(inner.attrs["dimensions"])))}
     return Node("reverse", [inner.operands[0]], node.results, attrs, source=node.source)
 

@@ -1,12 +1,12 @@
-"""Products whose kernels are generated: they compute themselves what they multiply.
+"""Fuse producers and elementwise consumers into products whose kernels are generated.
 
-As XLA's GemmFusion does (JAX 0.10, read off modules compiled for an L40S, an A100 and an H100). A
-product takes in conversions of its operand, functions of one value, and arithmetic with an argument
-that is repeated along whole dimensions (the scale of a column or a row, a zero point), but not with
-one that holds for a group of a dimension, with a matrix, or with what another kernel made. All of
-these have no more to read than the operand itself, so that it does so even if others read the
-operand, too. It joins arrays along its own dimension. It goes on with elementwise ops on its result
-for as long as nothing else reads it and it gets no wider.
+The rules are those of XLA's GemmFusion (JAX 0.10, read off modules compiled for an L40S, an A100
+and an H100). A product fuses conversions of an operand, unary functions, and arithmetic with an
+argument that is broadcast along whole dimensions (the scale of a column or a row, a zero point),
+but not with one value per group within a dimension, a matrix, or the result of another kernel.
+Fused ops read no more than the operand itself, so they are fused even if other kernels read the
+operand, too. So are concatenations along a free dimension. Elementwise ops on the result are fused
+as long as it has no other reader and does not get wider.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .clusters import Cluster, Clusters, source_of
 from .folding import is_elementwise, splat
 from .graph import Node
 
-#: How arithmetic on bf16 is written where a GPU has none: in the second, between conversions
+#: Type whose arithmetic some GPUs lack, and the type in which those compute it, between conversions
 #: (:func:`opcast.features.lowering.fused.lower.widen`).
 _NARROW, _WIDE = "bf16", "f32"
-#: Attribute of the conversion that ends such an op; a program's own means to narrow its values.
+#: Attribute of the conversion inserted after such an op; the program's own conversions lack it.
 WIDENED = "widened"
-#: Ops that Triton's kernels of products compute, as XLA has them in triton_support_legacy.cc.
+#: Unary ops that Triton's product kernels compute (triton_support_legacy.cc in XLA).
 _UNARY = frozenset(
     ("abs", "cbrt", "ceil", "cosine", "exponential", "exponential-minus-one", "floor", "log")
 ) | {"log-plus-one", "negate", "not", "rsqrt", "sine", "sqrt", "tan", "tanh", "chlo.erf"}
@@ -33,20 +33,20 @@ _BINARY = frozenset(
     ("add", "atan2", "compare", "divide", "maximum", "minimum", "multiply", "power", "remainder")
 ) | {"subtract"}
 
-#: Elements of which joined arrays are whole multiples where a product reads them one by one:
+#: Concatenated arrays must have a multiple of this many elements along the joined dimension:
 #: kMinConcatFragmentSize in XLA's triton_tiling_propagation.cc.
 _TILE = 64
 
 
 def fuse_generated(clusters: Clusters, converted: Collection[str], *, is_entry: bool) -> None:
-    """Make each product one cluster with all that its kernel does, if that is more than multiply.
+    """Make one cluster of each product and the ops that its kernel computes, if there are any.
 
-    Other readers of what it computes have kernels of their own for it.
+    Other readers of the fused values compute them in their own kernels.
 
     Args:
         clusters: One op each; changed in place.
-        converted: Types that can be converted from.
-        is_entry: Whether parameters are arguments; those of a loop are elements of its state.
+        converted: Types from which the kernel can convert its operands.
+        is_entry: Whether parameters are arguments of the program, not elements of loop state.
     """
     known = ("parameter", "constant") if is_entry else ("constant",)
     for node in clusters.nodes:
@@ -56,7 +56,7 @@ def fuse_generated(clusters: Clusters, converted: Collection[str], *, is_entry: 
 
 @dataclass(frozen=True, slots=True)
 class _Generated:
-    """A product's cluster, types that it converts from, and ops whose values it may repeat."""
+    """The cluster of a product, types that it converts from, and values that it may recompute."""
 
     clusters: Clusters
     call: Cluster
@@ -64,7 +64,7 @@ class _Generated:
     known: tuple[str, ...]
 
     def run(self) -> None:
-        """Fuse what makes the operands, and what follows."""
+        """Fuse the producers of the operands, and the ops after the product."""
         root = self.call.root
         taken = list[Node]()
         for place, operand in enumerate(root.operands):
@@ -76,15 +76,15 @@ class _Generated:
         self._follow()
 
     def _made(self, node: Node, shape: tuple[int, ...], *, wide: bool) -> list[Node]:
-        """List the nodes that the product computes of an operand, the last ones first.
+        """List the nodes behind an operand that the product computes, users before operands.
 
         Args:
-            node: Makes a value of the operand.
-            shape: In which the product reads the operand.
-            wide: Whether the value is one of bf16, written in f32.
+            node: Computes a value that leads to the operand.
+            shape: Shape in which the product reads the operand.
+            wide: Whether the value belongs to bf16 arithmetic that runs in f32.
         """
         own = self.clusters.by_root.get(id(node))
-        # What another product has taken in is no value in memory.
+        # Values fused into another product are not in memory.
         if own is None or len(own.members) > 1 or not node.operands:
             return []
         inner = source_of(node.operands[0])
@@ -109,15 +109,15 @@ class _Generated:
             return False
         before, after = (DTYPE_BITS[n.type.dtype] for n in (node.operands[0], node))
         value = source_of(node.operands[0])
-        # Each of several readers widens a value for itself; narrowed is only an argument's, and
-        # for one reader.
+        # Each of several readers may widen a value itself; only an argument with a single reader
+        # may be narrowed.
         return before <= after or (value.opcode in self.known and self._alone(value, node))
 
     def _alone(self, *nodes: Node) -> bool:
         return all(len(self.clusters.readers.get(id(node), {})) == 1 for node in nodes)
 
     def _joins_tiles(self, node: Node, place: int) -> bool:
-        """Return whether arrays are joined along the operand's own dimension, in whole tiles."""
+        """Return whether arrays are joined along the operand's free dimension, in whole tiles."""
         dot, along = self.call.root, node.attrs["dimensions"][0]
         side = ("lhs", "rhs")[place]
         own = node.type.shape == dot.operands[place].type.shape and not any(
@@ -126,13 +126,13 @@ class _Generated:
         return own and all(o.type.shape[along] % _TILE == 0 for o in node.operands)
 
     def _repeated(self, value: Node, shape: tuple[int, ...], *, wide: bool) -> list[Node]:
-        """List the nodes of an argument or constant that is repeated; none for other values."""
+        """List the nodes that broadcast an argument or constant; none for other values."""
         node, outside = _narrow(source_of(value), wide=wide)
         if node.opcode != "broadcast":
             return []
         if splat(node) is not None:
             return [*outside, node]
-        # The conversion may stand before or after the repetition, which costs less before.
+        # The conversion may come before or after the broadcast; it is cheaper before.
         wide = wide and not outside
         inner, inside = _narrow(source_of(node.operands[0]), wide=wide)
         fits = inner.opcode in self.known and _fills_dimensions(node, shape)
@@ -145,7 +145,7 @@ class _Generated:
         return [*nodes, node] if fits else []
 
     def _take(self, root: Node, nodes: list[Node]) -> None:
-        """Compute nodes in the product's kernel, and drop those kernels that nothing else reads."""
+        """Fuse nodes into the product's kernel, and remove kernels that nothing else reads."""
         clusters, call = self.clusters, self.call
         clusters.remove(call)
         if root not in call.roots:
@@ -154,7 +154,7 @@ class _Generated:
         call.members.update({clusters.position[id(own)]: own for own in nodes})
         call.roots = [root]
         clusters.add(call)
-        # Readers first, so that what only they read goes, too.
+        # Readers first, so that nodes that only they read are removed, too.
         for own in reversed(call.nodes):
             kernel = clusters.by_root.get(id(own), call)
             if kernel is call or id(own) in clusters.kept or clusters.readers.get(id(own)):
@@ -162,18 +162,18 @@ class _Generated:
             clusters.remove(kernel)
 
     def _follow(self) -> None:
-        """Fuse the elementwise ops after the product, up to the last whose result is no wider."""
+        """Fuse the elementwise ops after the product, up to the last with a result no wider."""
         node, taken = self.call.root, list[Node]()
         width, shape = DTYPE_BITS[node.type.dtype], node.type.shape
         while (reader := self._only_reader(node)) is not None:
-            # Without bf16 arithmetic each op stands between conversions.
+            # Without native bf16 arithmetic each op is enclosed in conversions.
             wide = DTYPE_BITS[node.type.dtype] > width
             others = [o for o in reader.operands if source_of(o) is not node]
             extra = [
                 self._repeated(o, shape, wide=wide) or self._matrix(o, shape, wide=wide)
                 for o in others
             ]
-            # A square, which reads the product twice, is not taken.
+            # A square, which reads the product twice, is not fused.
             single = len(others) == len(reader.operands) - 1 <= 1
             if not (is_elementwise(reader) and single and all(extra)):
                 return
@@ -198,7 +198,7 @@ def _narrow(node: Node, *, wide: bool) -> tuple[Node, list[Node]]:
 
 
 def _fills_dimensions(broadcast: Node, shape: tuple[int, ...]) -> bool:
-    """Return whether no dimension of ``shape`` is repeated in part, as a scale of groups is."""
+    """Return whether a broadcast repeats only whole dimensions of ``shape``, not groups."""
     kept = broadcast.attrs.get("dimensions", ())
     ends = iter(size for size in shape if size != 1)
     left, right, roles = 1, 1, set[bool]()
@@ -207,7 +207,7 @@ def _fills_dimensions(broadcast: Node, shape: tuple[int, ...]) -> bool:
             continue
         left *= size
         roles.add(d in kept)
-        # Both shapes have the same elements: dimensions match where their products agree.
+        # Both shapes have the same number of elements: dimensions match where their products agree.
         while right < left:
             right *= next(ends)
         if len(roles) > 1:

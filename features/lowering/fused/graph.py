@@ -1,4 +1,4 @@
-"""Dataflow graphs to rewrite: a program with its calls inlined, as nodes with their operands."""
+"""Dataflow graphs for rewriting: a program with its calls inlined, as nodes with operands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...cost.library_calls import is_annotation
 from ...ir.op_table import named
 from ...ir.program import Computation, Op, Program, Source, TensorType
 
-#: Ops that only name their operand; they vanish when a program becomes a graph. Copies do, too: the
-#: compiler puts in its own where a buffer is written to (loops.py, epilogues.py).
+#: Ops that only alias their operand; removed when a program becomes a graph. So are copies: the
+#: compiler inserts its own where a buffer is overwritten (loops.py, epilogues.py).
 _NAMES = named("names")
-#: Ops that run whether or not their result is read. Custom calls are kept in any case: the readers
-#: drop the attribute for side effects.
+#: Ops that run even if their result is not read. Custom calls are always kept: the parsers drop the
+#: attribute for side effects.
 _EFFECTS = frozenset(("infeed", "outfeed", "send", "recv", "custom-call"))
 
-#: Ops behind which values are new ones to the compiler: it joins nothing across them.
+#: Barriers, whose results the compiler treats as new values: it merges nothing across them.
 _BARRIERS = frozenset(("opt-barrier", "optimization-barrier"))
 
 
@@ -31,10 +31,10 @@ class Node:
         operands: Nodes whose values it reads.
         results: Leaf types of its result.
         attrs: As in :class:`opcast.features.ir.program.Op`.
-        called: Names of computations of the program (reducers, comparators).
-        graphs: Bodies of a loop or branches: their own graphs.
+        called: Names of the program's computations that it applies (reducers, comparators).
+        graphs: Bodies of a loop or the branches of a conditional.
         is_tuple: Whether the result is a tuple, read through ``get-tuple-element``.
-        sources: StableHLO ops that it came from.
+        sources: StableHLO ops that it was derived from.
     """
 
     opcode: str
@@ -49,19 +49,19 @@ class Node:
 
     @property
     def type(self) -> TensorType:
-        """Type of the first result."""
+        """The type of the first result."""
         return self.results[0]
 
     @property
     def size(self) -> int:
-        """Elements of the first result."""
+        """The number of elements of the first result."""
         if self._size < 0:
             self._size = prod(self.results[0].shape) if self.results else 0
         return self._size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all results."""
+        """The number of bytes of all results."""
         return sum(t.nbytes for t in self.results)
 
 
@@ -72,13 +72,13 @@ Key = tuple[str, tuple[Node, ...], tuple[TensorType, ...], tuple[str, ...], Hash
 
 @dataclass(slots=True, eq=False)
 class Graph:
-    """A computation that runs kernels: the entry, a loop's body or condition, a branch.
+    """A computation that runs kernels: the entry, the body or condition of a loop, or a branch.
 
     Attributes:
         parameters: Its parameters in order.
-        outputs: What it returns, one node an element.
-        effects: Nodes that run though nobody reads them: transfers, calls with side effects.
-        simplified: What distinguishes each node to which no rule of ``simplify`` applied.
+        outputs: Its results, one node per tuple element.
+        effects: Nodes that run even if nothing reads them: transfers, calls with side effects.
+        simplified: Key of each node to which no rule of ``simplify`` applied.
     """
 
     parameters: list[Node] = field(default_factory=list)
@@ -87,21 +87,21 @@ class Graph:
     simplified: dict[Node, Key] = field(default_factory=dict)
 
     def nodes(self) -> list[Node]:
-        """List the nodes that outputs and effects need, operands first; all parameters included."""
+        """List the nodes that outputs and effects need, operands first, and all parameters."""
         return topological([*self.outputs, *self.effects], self.parameters)
 
 
 Value = Node | list["Value"]
-#: Places of a tuple's leaves, as nested as the tuple.
+#: Indices of the leaves of a tuple, nested like the tuple.
 Structure = int | list["Structure"]
 
 
 def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]:
-    """Order the nodes that ``roots`` depend on, operands before users, ``first`` at the front."""
+    """Sort the nodes that ``roots`` depend on, operands before users, after those in ``first``."""
     order = dict.fromkeys(first)
     begun: set[Node] = set()
     for root in roots:
-        # With an explicit stack: chains of ops exceed Python's recursion limit.
+        # Use an explicit stack: chains of ops exceed Python's recursion limit.
         stack = [root]
         while stack:
             node = stack[-1]
@@ -112,7 +112,7 @@ def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]
                         begun.add(node)
                         stack += missing[::-1]
                         continue
-                # What was missing stood above it on the stack.
+                # Its missing operands were above it on the stack.
                 order[node] = None
             stack.pop()
     return list(order)
@@ -129,7 +129,7 @@ def users_of(nodes: Iterable[Node]) -> dict[int, list[Node]]:
 
 
 def rewrite(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
-    """Replace nodes, operands first, by what a rule makes of them; ``None`` keeps a node."""
+    """Replace each node, operands first, by the result of ``rule``, unless that is ``None``."""
     replaced: dict[Node, Node] = {}
     for node in graph.nodes():
         if replaced:
@@ -141,7 +141,7 @@ def rewrite(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
 
 
 def rewrite_all(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
-    """As :func:`rewrite`, in loops and branches too, before what they are in."""
+    """Apply :func:`rewrite` to loops and branches too, before the graph that contains them."""
 
     def inside(node: Node) -> Node | None:
         for inner in node.graphs:
@@ -152,10 +152,10 @@ def rewrite_all(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
 
 
 def build_graph(program: Program) -> Graph:
-    """Turn the entry of a program, HLO that is not optimised, into a graph, with calls inlined.
+    """Turn the entry of a program (HLO before optimisation) into a graph, with calls inlined.
 
-    Bodies of loops and branches take one parameter for each array of what they are given, as
-    StableHLO's do. HLO's take one tuple, and each branch its own; that is taken apart here.
+    Bodies of loops and branches get one parameter per array, as in StableHLO. In HLO they take one
+    tuple, and each branch takes a separate one; these are unpacked here.
     """
     graph = _Builder(program).graph(program.entry_computation)
     sink_constants(graph)
@@ -163,7 +163,7 @@ def build_graph(program: Program) -> Graph:
 
 
 def constant(value: object, like: TensorType) -> Node:
-    """A constant node."""
+    """Make a constant node."""
     return Node("constant", [], (like,), {"value": value})
 
 
@@ -171,7 +171,7 @@ class _Builder:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.effects: list[Node] = []
-        self._names: dict[Hashable, str] = {}  # of computations, by what they compute
+        self._names: dict[Hashable, str] = {}  # names of computations by content
 
     def graph(self, comp: Computation) -> Graph:
         """Build the entry as a separate graph."""
@@ -189,7 +189,7 @@ class _Builder:
         return Graph(parameters, flatten(value), effects)
 
     def _inline(self, comp: Computation, arguments: list[Value]) -> Value:
-        """Make nodes for a computation's ops, and return its root's value."""
+        """Make nodes for the ops of a computation, and return the value of its root."""
         values: list[Value] = []
         for op in comp.ops:
             values.append(self._visit(op, values, arguments))
@@ -220,18 +220,18 @@ class _Builder:
         return made
 
     def _name(self, name: str) -> str:
-        """Name of the first computation that is equal, so that equal ops can be merged."""
+        """Return the name of the first equal computation, so that equal ops can be merged."""
         own = self.program.computations[name]
         ops = [(o.opcode, o.operands, o.results, repr(o.attrs), o.called) for o in own.ops]
         return self._names.setdefault((*ops, own.root), name)
 
     def _control(self, op: Op, inputs: list[Value]) -> Value:
-        """Build a loop or conditional, whose bodies get every array handed to any of them."""
-        # A conditional's first operand chooses the branch and is not handed on.
+        """Build a loop or conditional, whose bodies receive every array passed to any of them."""
+        # The first operand of a conditional selects the branch and is not passed on.
         test = [] if op.opcode == "while" else flatten(inputs[0])
         given = [split(value) for value in inputs[len(test) :]]
         bodies = [self.program.computations[name] for name in op.called]
-        # HLO hands each branch its own operand; otherwise every branch gets all of them.
+        # HLO passes a separate operand to each branch; otherwise every branch receives them all.
         apart = op.opcode == "conditional" and self.program.dialect == "hlo"
         graphs = [self._body(b, given, place if apart else -1) for place, b in enumerate(bodies)]
         nodes = [*test, *(node for value in given for node in flatten(value))]
@@ -242,7 +242,7 @@ class _Builder:
         return _arranged([element(node, i) for i in range(len(op.results))], _structure(op))
 
     def _body(self, comp: Computation, given: list[Value], branch: int) -> Graph:
-        """Build the body of a loop or branch, with a parameter for each array that is given."""
+        """Build the body of a loop or branch, with a parameter for each array passed to it."""
         parameters: list[Node] = []
         arguments = [_parameters(value, parameters) for value in given]
         if branch >= 0:
@@ -253,10 +253,10 @@ class _Builder:
 
 
 def _local(value: Value, parameter: Op) -> Value:
-    """The value that a body is given, in the shape that the body declares.
+    """Return the value passed to a body, with the shape that the body declares.
 
-    A manual computation (``shard_map``) is given whole arrays and works on its device's part: an
-    argument of the program is that part from the start.
+    A manual computation (``shard_map``) receives whole arrays but works on the shard of its device:
+    arguments of the program get the shape of the shard from the start.
     """
     if (
         isinstance(value, Node)
@@ -269,9 +269,9 @@ def _local(value: Value, parameter: Op) -> Value:
 
 
 def sink_constants(graph: Graph) -> None:
-    """Copy constants into the loops and branches that only read them, however deep.
+    """Copy constants into loops and branches that only read them, at any depth.
 
-    Compilers do so, and captured values of StableHLO are elements of HLO's state of loops.
+    Compilers do this too, and values captured in StableHLO are loop state in HLO.
     """
     for node in graph.nodes():
         # Operand 0 of a conditional is its predicate, which no branch receives.
@@ -289,13 +289,13 @@ def sink_constants(graph: Graph) -> None:
 
 
 def _is_kept(loop: Node, index: int) -> bool:
-    """Return whether no iteration changes an element of a loop's state."""
+    """Return whether no iteration changes an element of the loop state."""
     body = loop.graphs[1]
     return index >= len(body.outputs) or body.outputs[index] is body.parameters[index]
 
 
 def _replace_parameters(graph: Graph, known: dict[int, Node]) -> None:
-    """Let a graph read copies of constants instead of parameters; what it hands on stays."""
+    """Replace parameters by copies of constants, except where they are passed through."""
     if not known:
         return
     copies = {
@@ -312,7 +312,7 @@ def _replace_parameters(graph: Graph, known: dict[int, Node]) -> None:
 
 
 def _parameters(value: Value, made: list[Node]) -> Value:
-    """Make parameters like a value's arrays, in its structure; each is added to ``made``."""
+    """Make parameters for the arrays of a value, in its structure, and append them to ``made``."""
     if isinstance(value, Node):
         node = Node("parameter", [], value.results, {"index": len(made)})
         made.append(node)
@@ -321,14 +321,14 @@ def _parameters(value: Value, made: list[Node]) -> Value:
 
 
 def split(value: Value) -> Value:
-    """Split a value's tuples: of a node with several results, into elements in their structure."""
+    """Split a value into its arrays: each node with several results becomes its nested elements."""
     if not isinstance(value, Node):
         return [split(item) for item in value]
     return _elements(value, _structure(value)) if value.is_tuple else value
 
 
 def _elements(node: Node, structure: Structure) -> Value:
-    """Read the elements of a tuple, one level after the other."""
+    """Read the elements of a tuple, one nesting level at a time."""
     if isinstance(structure, int):
         return node
     first = _leaves(structure)[0] if _leaves(structure) else 0
@@ -342,7 +342,7 @@ def _elements(node: Node, structure: Structure) -> Value:
 
 
 def _structure(what: Op | Node) -> Structure:
-    """Return the places of a tuple's leaves among its results, as nested as its type."""
+    """Return the indices of a tuple's leaves among its results, nested like its type."""
     stack: list[list[Structure]] = [[]]
     leaves = 0
     # Nesting is written as "(*(*))": a star for each leaf (ir/hlo_attributes.py: read_type).
@@ -365,7 +365,7 @@ def _leaves(structure: Structure) -> list[int]:
 
 
 def _arranged(nodes: list[Node], structure: Structure) -> Value:
-    """Arrange nodes in a structure that names each by its place."""
+    """Arrange nodes in a structure that refers to each by its index."""
     if isinstance(structure, int):
         return nodes[structure]
     return [_arranged(nodes, part) for part in structure]
@@ -379,14 +379,14 @@ def element(node: Node, index: int) -> Node:
 
 
 def flatten(value: Value) -> list[Node]:
-    """List the nodes of a value, of every element if it is a tuple."""
+    """List the nodes of a value, including those of all tuple elements."""
     if isinstance(value, Node):
         return [value]
     return [node for item in value for node in flatten(item)]
 
 
 def _barrier(inputs: list[Value], op: Op) -> Value:
-    """Make values anew that come once all operands are there (``jax.checkpoint`` computes so)."""
+    """Make new values, available once all operands are (``jax.checkpoint`` relies on this)."""
     given = split(inputs[0] if len(inputs) == 1 else inputs)
     leaves = flatten(given)
     types = tuple(leaf.type for leaf in leaves)
@@ -396,7 +396,7 @@ def _barrier(inputs: list[Value], op: Op) -> Value:
 
 
 def _like(value: Value, leaves: list[Node]) -> Value:
-    """Arrange leaves, which are taken from the front, as nested as a value."""
+    """Nest leaves like a value; they are taken from the front of the list."""
     if isinstance(value, Node):
         return leaves.pop(0)
     return [_like(item, leaves) for item in value]

@@ -1,4 +1,4 @@
-"""The op that decides how a kernel runs, its hero: a sum, or a transpose through shared memory.
+"""Find the hero of a kernel, the op that determines how it runs: a reduction or tiled transpose.
 
 The rules are those of XLA's ``FindNonTrivialHero`` and ``GetDescriptionForTiledTransposeEmitter``.
 """
@@ -12,22 +12,22 @@ from .clusters import source_of
 from .folding import is_elementwise
 from .graph import Node
 
-#: Neighbours that a tile of a transpose has at least on either side: the first number, or the
-#: second if the tile has as many elements as the third (kMinDimensionToTransposeTiled and
+#: Minimum length of both sides of a transpose tile: the first number, or the second if the tile has
+#: at least as many elements as the third (kMinDimensionToTransposeTiled and
 #: kMinTotalDimensionsToTransposeTiled in XLA's ir_emission_utils.h).
 _SIDE, _SHORT_SIDE, _AREA = 16, 8, 64 * 128
-#: Bytes that may stay together at most where a tile is turned around them.
+#: Most contiguous bytes that a tiled transpose may move as one unit.
 _TOGETHER = 8
-#: Most operands of an op that a kernel looks for its hero through.
+#: Most operands of an op that the search for a hero passes through.
 _OPERANDS = 3
 
-#: Sizes of a tiled transpose's result, and the order in which they come: neighbours that stay
-#: together count as one dimension.
+#: Sizes of the result of a tiled transpose, and its permutation; dimensions that stay adjacent are
+#: merged.
 Turn = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def turn_of(node: Node) -> Turn | None:
-    """Describe a transpose that is written through shared memory; ``None`` for all other ops."""
+    """Describe a transpose that goes through shared memory; ``None`` for all other ops."""
     if node.opcode != "transpose":
         return None
     sizes, order = _grouped(node)
@@ -36,7 +36,7 @@ def turn_of(node: Node) -> Turn | None:
     width = max(1, DTYPE_BITS[node.type.dtype] // 8)
     last = len(order) - 1
     if order[-1] == last:
-        # Before the last one, in the operand and in the result.
+        # The dimensions before the last one, in the operand and in the result.
         side = min(sizes[order.index(last - 1)], sizes[-2])
         together = width * sizes[-1]
         return (sizes, order) if together <= _TOGETHER and together * side >= _SIDE else None
@@ -46,11 +46,11 @@ def turn_of(node: Node) -> Turn | None:
 
 
 def _grouped(node: Node) -> Turn:
-    """Sizes and order of a transpose's result without ones, neighbours that stay so as one."""
+    """Return sizes and order of a transpose, without ones and with adjacent dimensions merged."""
     sizes: list[int] = []
     firsts: list[int] = []
     shape = node.operands[0].type.shape
-    # Dimensions of size one do not part neighbours.
+    # Dimensions of size one do not separate neighbours.
     place = {d: i for i, d in enumerate(d for d in range(len(shape)) if shape[d] != 1)}
     before = -2
     for d in node.attrs["dimensions"]:
@@ -67,7 +67,7 @@ def _grouped(node: Node) -> Turn:
 
 
 def turns_minor(node: Node) -> bool:
-    """Return whether a transpose makes neighbouring results read elements that lie apart."""
+    """Return whether adjacent results of a transpose read elements that are not adjacent."""
     if node.opcode != "transpose":
         return False
     _, order = _grouped(node)
@@ -75,11 +75,11 @@ def turns_minor(node: Node) -> bool:
 
 
 def hero_of(root: Node, inside: Collection[int]) -> Node:
-    """Find the op that decides how a kernel computes a result: a sum, a transpose, or the result.
+    """Find the op that determines how a kernel computes a result; by default the result itself.
 
     Args:
-        root: Is written.
-        inside: What the kernel computes, by ``id``.
+        root: A node that the kernel writes.
+        inside: Nodes that the kernel computes, by ``id``.
     """
     node = root
     while _is_passed(node, 1) and id(source_of(node.operands[0])) in inside:
@@ -88,12 +88,12 @@ def hero_of(root: Node, inside: Collection[int]) -> Node:
 
 
 def _is_passed(node: Node, operands: int) -> bool:
-    """Return whether a hero is looked for above an op, if it has no more operands than this."""
+    """Return whether the hero search passes an op: elementwise, at most ``operands`` operands."""
     return 0 < len(node.operands) <= operands and is_elementwise(node)
 
 
 def _transpose_above(start: Node, inside: Collection[int]) -> Node | None:
-    """Find the only transpose of tiles that element-wise ops lead to."""
+    """Find the tiled transpose that elementwise ops lead to, if there is exactly one."""
     found: Node | None = None
     seen, todo = {id(start)}, [start]
     for node in todo:
@@ -110,18 +110,18 @@ def _transpose_above(start: Node, inside: Collection[int]) -> Node | None:
 
 
 def turns_tiles(members: Iterable[Node], roots: Iterable[Node]) -> bool:
-    """Return whether a kernel turns tiles in shared memory, so that it reads neighbours together.
+    """Return whether a kernel transposes tiles in shared memory, which makes its reads coalesced.
 
     Args:
-        members: What it computes, operands before users.
-        roots: What it writes.
+        members: Nodes that it computes, operands before users.
+        roots: Nodes that it writes.
     """
     nodes = {id(node): node for node in members}
     heroes = [hero_of(root, nodes) for root in roots]
     turned = {id(hero): turn for hero in heroes if (turn := turn_of(hero))}
     if len(set(turned.values())) != 1 or any(hero.opcode == "reduce" for hero in heroes):
         return False
-    # Behind other than element-wise ops a tile's elements would be read one by one.
+    # After ops that are not elementwise, the elements of a tile would be read one by one.
     below = set(turned)
     for node in nodes.values():
         if id(node) not in turned and any(id(source_of(o)) in below for o in node.operands):

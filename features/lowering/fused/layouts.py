@@ -1,10 +1,10 @@
-"""Layouts of a TPU's arrays, and the copies between them, as XLA's layout assignment makes them.
+"""Layouts of a TPU's arrays, and the copies between them, as in XLA's layout assignment.
 
 A TPU's memory pads the two minor dimensions of an array to tiles. Its compiler gives arguments and
-results the order of dimensions that pads least, lets every other op keep the order of what it
-reads, turns transposes and reshapes into names where that order allows it, and copies where it does
-not. The rules were read off 551 arrays and the kernels of 569 programs that were compiled for a
-v5e, v5p and v6e; of the arrays' orders none differs.
+results the dimension order with the least padding, lets every other op keep the order of its
+operand, turns transposes and reshapes into bitcasts where that order allows it, and copies
+elsewhere. The rules were read off 551 arrays and the kernels of 569 programs compiled for a v5e,
+v5p and v6e; they reproduce the orders of all these arrays.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from .folding import is_elementwise
 from .graph import Graph, Node
 from .orders import Order, default_order, order_of, reshaped, row_major, spaced, turned_before
 
-#: Attribute of a reshape that moves its elements.
+#: Attribute of a reshape that moves data.
 MOVES = "moves"
 
-#: Ops that make a value of any order.
+#: Ops whose result can be made in any order.
 _FREE = frozenset(("constant", "iota", "broadcast"))
-#: Ops whose result has the order of their first operand, and whose other operands of the same rank
-#: get it too.
+#: Ops whose result, and whose other operands of the same rank, take the order of the first operand.
 _KEEP = frozenset(
     (
         "copy", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "reverse",
@@ -30,15 +29,15 @@ _KEEP = frozenset(
         "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", "map",
     )
 )  # fmt: skip
-#: Ops that read and write row-major arrays: whole rows by their numbers, and library calls.
+#: Ops on row-major arrays: gathers and scatters of whole rows, and library calls.
 _ROWS = frozenset(("gather", "scatter", "custom-call", "fft", "cholesky", "triangular-solve"))
 
 
 def assign_layouts(graph: Graph) -> None:
-    """Give all values of a graph, its loops and branches an order, and insert copies.
+    """Assign an order to all values of a graph, its loops and branches, and insert copies.
 
     Args:
-        graph: Changed in place; simplified, so that every transpose and reshape is needed.
+        graph: Changed in place; already simplified, so that every transpose and reshape is needed.
     """
     _Assignment(graph, [default_order(p.type) if _is_array(p) else None for p in graph.parameters])
 
@@ -48,17 +47,17 @@ class _Assignment:
 
     Args:
         graph: Changed in place.
-        given: Order of each parameter; ``None`` for what has none.
-        wanted: Order of each output; by default the one that pads least.
+        given: Order of each parameter; ``None`` if it has none.
+        wanted: Order of each output; by default the one with the least padding.
     """
 
     def __init__(
         self, graph: Graph, given: Sequence[Order | None], wanted: Sequence[Order | None] = ()
     ) -> None:
-        # None: of any order, so far.
+        # None: the order is still open.
         self.order: dict[int, Order | None] = {}
         self.copies: dict[tuple[int, Order], Node] = {}
-        # Keeps what is replaced alive, whose id() stands in the tables.
+        # Keeps replaced nodes alive, since the tables are keyed by id().
         self.nodes = graph.nodes()
         for parameter, order in zip(graph.parameters, given, strict=True):
             self._set(parameter, order)
@@ -79,7 +78,7 @@ class _Assignment:
             node.results = (_with(node.type, order), *node.results[1:])
 
     def _visit(self, node: Node) -> None:
-        """Choose the order of a node's result from what it reads."""
+        """Choose the order of a node's result from the orders of its operands."""
         opcode = node.opcode
         if node.graphs:
             self._control(node)
@@ -119,7 +118,7 @@ class _Assignment:
         self.order[id(node)] = order_of(node.type) if _is_array(node) else None
 
     def _alike(self, node: Node) -> None:
-        """Give an op and its operands of the same rank one order: that of the largest."""
+        """Give an op and its operands of the same rank the order of the largest operand."""
         rank = len(node.type.shape) if node.results else 0
         alike = [o for o in node.operands if _is_array(o) and len(o.type.shape) == rank]
         settled = [o for o in alike if self.order.get(id(o)) is not None]
@@ -137,7 +136,7 @@ class _Assignment:
         self._results(node, lambda t: order if len(t.shape) == rank else default_order(t))
 
     def _move(self, node: Node) -> None:
-        """Turn a transpose, or a reshape that keeps the tiles, into a name."""
+        """Turn a transpose, or a reshape that keeps the tiles, into a bitcast."""
         operand = self._fix(node.operands[0])
         order = self.order[id(operand)] or ()
         if node.opcode == "transpose":
@@ -170,7 +169,7 @@ class _Assignment:
         self._results(node, lambda t: derived)
 
     def _window(self, node: Node) -> None:
-        """Run windows along any dimension but the lanes, if one is left."""
+        """Choose an order with a dimension in the lanes that the window does not span, if any."""
         first = self._fix(node.operands[0])
         order = self.order[id(first)] or ()
         alone = [d for d, dim in enumerate(node.attrs["window"]) if dim.size == 1]
@@ -182,7 +181,7 @@ class _Assignment:
         self._results(node, lambda t: order)
 
     def _sort(self, node: Node) -> None:
-        """Sort along any dimension but the lanes."""
+        """Choose an order with the sorted dimension outside the lanes."""
         first = self._fix(node.operands[0])
         order = self.order[id(first)] or ()
         along = int(node.attrs.get("dimension", len(order) - 1))
@@ -192,7 +191,7 @@ class _Assignment:
         self._results(node, lambda t: order)
 
     def _control(self, node: Node) -> None:
-        """Give loops and branches, and what they are handed, one order for each array."""
+        """Give loops and branches, and the arrays passed to them, one order per array."""
         node.operands = [self._fix(operand) for operand in node.operands]
         shift = 1 if node.opcode == "conditional" else 0
         given = [self.order.get(id(operand)) for operand in node.operands[shift:]]
@@ -208,13 +207,13 @@ class _Assignment:
         self.order[id(node)] = None
 
     def _fix(self, value: Node) -> Node:
-        """Give a value of any order the one that pads least."""
+        """Give a value whose order is still open the order with the least padding."""
         if _is_array(value) and self.order.get(id(value)) is None:
             self._settle(value, default_order(value.type))
         return value
 
     def _settle(self, value: Node, order: Order) -> None:
-        """Give a value of any order this one, and so the values of its shape that it is made of."""
+        """Set the order of a value that is still open, and of its open inputs of the same shape."""
         stack = [value]
         while stack:
             node = stack.pop()
@@ -229,7 +228,7 @@ class _Assignment:
                 ]
 
     def _in(self, value: Node, order: Order) -> Node:
-        """The value in an order, by a copy if it has another one."""
+        """Return the value in an order, through a copy if it has another one."""
         if not _is_array(value) or len(value.type.shape) < 2:
             return value
         own = self.order.get(id(value))
@@ -247,7 +246,7 @@ class _Assignment:
 
 
 def _convolved(node: Node) -> Order:
-    """Order of a convolution's result: features in lanes, images in rows."""
+    """Return the order of a convolution's result: features in lanes, images in rows."""
     out = str(node.attrs.get("dim_labels", "")).rpartition("->")[2]
     if len(out) != len(node.type.shape):
         return default_order(node.type)
@@ -256,13 +255,13 @@ def _convolved(node: Node) -> Order:
 
 
 def is_strided(node: Node) -> bool:
-    """Return whether a slice leaves out elements within tiles."""
+    """Return whether a slice skips elements within tiles."""
     minor = order_of(node.type)[:2] if node.opcode == "slice" else ()
     return any(node.attrs["slice"][d][2] != 1 for d in minor)
 
 
 def keeps_lanes(copy: Node) -> bool:
-    """Return whether a copy between two orders leaves the elements in their lanes."""
+    """Return whether a copy between two orders keeps elements in their lanes."""
     return order_of(copy.type)[:1] == order_of(copy.operands[0].type)[:1]
 
 
@@ -271,5 +270,5 @@ def _is_array(node: Node) -> bool:
 
 
 def _with(t: TensorType, order: Order) -> TensorType:
-    """The type with an order; as in all of the program, row-major ones are not stated."""
+    """Return the type with an order; row-major orders stay implicit, as in the whole program."""
     return t._replace(layout=None if order == row_major(t) else order)

@@ -1,8 +1,8 @@
 """Rewrite loops and branches.
 
-Of the state of loops, what nobody reads is dropped (XLA's WhileLoopSimplifier) and what changes
-places is copied (CopyInsertion). Of branches without loops or library calls both are computed, and
-a select takes the result, as XLA's ConditionalSimplifier does where both are cheap.
+Loop state that nobody reads is dropped (XLA's WhileLoopSimplifier), and state that is permuted is
+copied (CopyInsertion). A conditional without loops or library calls computes both branches and
+selects the result, as XLA's ConditionalSimplifier does if both branches are cheap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .graph import Graph, Node, rewrite, topological
 
 
 def drop_dead_state(graph: Graph) -> None:
-    """Stop loops from computing state that only feeds itself."""
+    """Remove the updates of loop state that is read only by its own next value."""
     nodes = graph.nodes()
     used: dict[int, set[int]] = {}
     for node in nodes:
@@ -44,10 +44,10 @@ def drop_dead_state(graph: Graph) -> None:
 def _drop(graphs: list[Graph], live: set[int]) -> None:
     condition, body = graphs
     places = {id(node): i for i, node in enumerate(body.parameters)}
-    # What the condition reads decides how often the loop runs, so it is live.
+    # State that the condition reads determines the trip count, so it is live.
     tested = {id(node) for node in topological(condition.outputs)}
     live |= {i for i, node in enumerate(condition.parameters) if id(node) in tested}
-    # Backwards from what is read: an element is live if a live element's next value needs it.
+    # Backwards from the live elements: an element is live if the next value of a live one needs it.
     waiting = list(live)
     while waiting:
         index = waiting.pop()
@@ -60,12 +60,12 @@ def _drop(graphs: list[Graph], live: set[int]) -> None:
                 waiting.append(place)
     for index in range(len(body.outputs)):
         if index not in live:
-            # Handed on unchanged, it costs nothing; the state keeps its shape.
+            # Passing the element through costs nothing and keeps the shape of the state.
             body.outputs[index] = body.parameters[index]
 
 
 def merge_counters(graph: Graph) -> None:
-    """Let loops count once: elements that start and step alike become one."""
+    """Merge loop counters: elements of the state with equal start and step become one."""
     nodes = graph.nodes()
     loops = [node for node in nodes if node.opcode == "while" and len(node.graphs) == 2]
     for loop in loops:
@@ -82,7 +82,7 @@ def merge_counters(graph: Graph) -> None:
 
 
 def _equal_counters(loop: Node) -> dict[int, int]:
-    """Find the elements that equal an earlier one, by their index."""
+    """Map each element of the state that equals an earlier one to that one, by index."""
     body = loop.graphs[1]
     known: dict[object, int] = {}
     same: dict[int, int] = {}
@@ -102,14 +102,14 @@ def _equal_counters(loop: Node) -> dict[int, int]:
 
 
 def copy_loop_state(graph: Graph, donated: Collection[int] = ()) -> None:
-    """Add the copies that loops need to keep their state in place.
+    """Insert the copies with which loops keep their state in place.
 
-    Values that change places within the state go through copies, one more than there are in each
-    cycle; so does a start that is an argument, a constant or read by others.
+    Values that move within the state need copies: one more than there are values in each cycle. A
+    start value that is an argument, a constant or read by others is copied, too.
 
     Args:
         graph: Changed in place.
-        donated: As for :func:`copy_overwritten`.
+        donated: See :func:`copy_overwritten`.
     """
     nodes = graph.nodes()
     free = _donated(graph, donated)
@@ -125,7 +125,7 @@ def copy_loop_state(graph: Graph, donated: Collection[int] = ()) -> None:
             for i, output in enumerate(body.outputs):
                 start = node.operands[i]
                 source = source_of(start)
-                # A loop overwrites its state, so the state must not be anyone else's value.
+                # A loop overwrites its state, so the state must not share memory with other values.
                 given = _is_given(source) and id(source) not in free
                 shared = given or readers[id(source)] > 1
                 if shared and output is not body.parameters[i]:
@@ -133,14 +133,14 @@ def copy_loop_state(graph: Graph, donated: Collection[int] = ()) -> None:
 
 
 def copy_overwritten(clusters: Clusters, donated: Collection[int] = ()) -> None:
-    """Add the copies of arguments of the entry that kernels update in place.
+    """Insert copies of entry arguments that kernels update in place.
 
-    A caller keeps its arguments, so an update of one starts from a copy. Updates inside of kernels
-    that make something else of them need none.
+    The caller keeps its arguments, so an update of one starts from a copy. Updates inside kernels
+    that compute another result from them need none.
 
     Args:
-        clusters: Kernels of the entry, fused already.
-        donated: Positions of parameters whose memory a result takes: these may be overwritten.
+        clusters: Kernels of the entry after fusion.
+        donated: Positions of parameters whose memory a result reuses: these may be overwritten.
     """
     free = _donated(clusters.graph, donated)
     written_once: set[int] = set()
@@ -148,7 +148,7 @@ def copy_overwritten(clusters: Clusters, donated: Collection[int] = ()) -> None:
         for node in cluster.roots:
             for i in written(node):
                 source = source_of(node.operands[i])
-                # The second update of an array would find what the first has written.
+                # A second update of an array would see what the first one wrote.
                 taken = id(source) in written_once and splat(source) is None
                 if taken or (_is_given(source) and id(source) not in free):
                     copy_start(clusters, cluster, node, i)
@@ -156,7 +156,7 @@ def copy_overwritten(clusters: Clusters, donated: Collection[int] = ()) -> None:
 
 
 def copy_start(clusters: Clusters, cluster: Cluster, node: Node, place: int) -> None:
-    """Let an update in place start from a copy of an operand."""
+    """Make an in-place update start from a copy of an operand."""
     start = _own_start(node.operands[place], node)
     clusters.remove(cluster)
     clusters.insert(start, before=node)
@@ -165,7 +165,7 @@ def copy_start(clusters: Clusters, cluster: Cluster, node: Node, place: int) -> 
 
 
 def copy_results(graph: Graph, donated: Collection[int] = ()) -> None:
-    """Copy arguments of the entry that are results; as :func:`copy_overwritten`."""
+    """Copy entry arguments that are also results; ``donated`` as in :func:`copy_overwritten`."""
     free = _donated(graph, donated)
     results: set[int] = set()
     for i, node in enumerate(graph.outputs):
@@ -188,8 +188,8 @@ def _is_given(node: Node) -> bool:
 
 
 def _own_start(start: Node, loop: Node) -> Node:
-    """Give a loop its own copy of a start value; a constant is written again instead."""
-    # Filling an array is cheaper than copying one, and can join other fills.
+    """Make a separate start value for a loop: a copy, or the constant written again."""
+    # Filling an array is cheaper than copying one, and fills can be fused.
     if splat(start) is not None and start.type.shape:
         return splat_node(splat(start), start.type, loop.source)
     return Node("copy", [start], start.results, source=loop.source)
@@ -205,7 +205,7 @@ def _copy_exchanges(body: Graph) -> None:
     closing = {max(cycle) for cycle in _cycles(moves)}
     for i in moves:
         value = body.outputs[i]
-        # Exchanging two buffers takes a third one, once for each cycle.
+        # Exchanging buffers takes one extra buffer per cycle.
         for _ in range(2 if i in closing else 1):
             value = Node("copy", [value], value.results)
         body.outputs[i] = value
@@ -228,20 +228,20 @@ def _cycles(moves: dict[int, int]) -> list[list[int]]:
 
 
 def copy_carried(clusters: Clusters) -> None:
-    """Add the copies of what a loop's body cannot write over its own state.
+    """Insert the copies of next values that a loop body cannot write over its state in place.
 
-    As XLA's CopyInsertion leaves them: an element's next value takes the place of the last one
-    unless its kernel reads other elements of that, or must run before another reader of it.
+    As in XLA's CopyInsertion, the next value of an element overwrites its current value unless its
+    kernel reads that value at other positions, or must run before another reader of it.
 
     Args:
-        clusters: Kernels of the body.
+        clusters: Kernels of the loop body.
     """
     graph = clusters.graph
     order = Dependences(clusters)
     taken: set[int] = set()
     for i, (parameter, output) in enumerate(zip(graph.parameters, graph.outputs, strict=False)):
         maker = clusters.by_root.get(id(owner(output)))
-        if maker is None:  # handed on
+        if maker is None:  # passed through
             continue
         readers = list(clusters.readers.get(id(parameter), {}).values())
         others = [reader for reader in readers if reader is not maker]
@@ -258,12 +258,12 @@ def copy_carried(clusters: Clusters) -> None:
             order.put_before(reader, maker)
 
 
-#: Ops that read other elements than those that they write.
+#: Ops that read elements at other positions than they write.
 _ELSEWHERE = ops_with(lambda spec: spec.placed and spec.operands > 0) | PRODUCTS | {"reduce"}
 
 
 def _overwrites(kernel: Cluster, value: Node) -> bool:
-    """Return whether a kernel may write over a value: it reads the element that it writes."""
+    """Return whether a kernel can overwrite a value: it reads each element where it writes it."""
     reached, slices = {id(value)}, list[Node]()
     for node in kernel.nodes:
         read = [k for k, operand in enumerate(node.operands) if id(source_of(operand)) in reached]
@@ -272,11 +272,11 @@ def _overwrites(kernel: Cluster, value: Node) -> bool:
         if node.opcode == "dynamic-slice":
             slices.append(node)
         elif node.opcode in UPDATES:
-            # What is read of the array is what it writes to.
+            # The slice read from the array is the slice that is overwritten.
             slices = [s for s in slices if s.operands[1:] != node.operands[2:]]
             reached.add(id(node))
         elif node.opcode in _ELSEWHERE:
-            # A sum beside what is written takes each element once.
+            # A reduction that is itself a root reads each element once.
             if node.opcode != "reduce" or node not in kernel.roots:
                 return False
         else:
@@ -288,7 +288,7 @@ _CHEAP = FREE | {"broadcast", "reshape", "slice", "transpose", "iota"}
 
 
 def inline_branches(graph: Graph) -> None:
-    """Replace conditionals of two cheap branches, in loops and branches too."""
+    """Replace conditionals with two cheap branches by selects, in loops and branches too."""
     made: dict[int, list[Node]] = {}
 
     def rule(node: Node) -> Node | None:
@@ -304,7 +304,7 @@ def inline_branches(graph: Graph) -> None:
 
 
 def _is_cheap(node: Node) -> bool:
-    """Whether both branches have only ops that fuse with whatever reads them."""
+    """Return whether both branches contain only ops that can be fused into their readers."""
     return len(node.graphs) == 2 and all(
         not branch.effects
         and all(is_elementwise(own) or own.opcode in _CHEAP for own in branch.nodes())
@@ -313,11 +313,11 @@ def _is_cheap(node: Node) -> bool:
 
 
 def _selected(node: Node) -> list[Node]:
-    """Results of a conditional: of both branches, chosen by its first operand."""
+    """Compute both branches of a conditional and select their results by its first operand."""
     test, *given = node.operands
     first, second = (_inlined(branch, given) for branch in node.graphs)
     if test.type.dtype != "pred":
-        # A number chooses: 0 the first branch, anything else the last.
+        # The selector is a number: 0 selects the first branch, anything else the last.
         zero = splat_node(0, test.type)
         attrs = {"direction": "EQ"}
         test = Node("compare", [test, zero], (TensorType("pred", test.type.shape),), attrs)
@@ -328,7 +328,7 @@ def _selected(node: Node) -> list[Node]:
 
 
 def _inlined(branch: Graph, given: list[Node]) -> list[Node]:
-    """Copy a branch's nodes, with what it is given in the place of its parameters."""
+    """Copy the nodes of a branch, with its parameters replaced by ``given``."""
     copies = {id(own): value for own, value in zip(branch.parameters, given, strict=True)}
     for node in branch.nodes():
         if id(node) not in copies:
@@ -337,7 +337,7 @@ def _inlined(branch: Graph, given: list[Node]) -> list[Node]:
 
 
 def own_fills(graph: Graph) -> None:
-    """Give each update in place its own array, where several would write to one fill."""
+    """Give each in-place update a separate fill where several would write to the same one."""
     writes: dict[int, list[tuple[Node, int]]] = {}
     for node in graph.nodes():
         for i in written(node):
@@ -345,18 +345,18 @@ def own_fills(graph: Graph) -> None:
             if source.opcode == "broadcast" and splat(source) is not None:
                 writes.setdefault(id(source), []).append((node, i))
     for places in writes.values():
-        # The first keeps the shared fill; XLA's CopyInsertion copies for the others.
+        # The first update keeps the shared fill; XLA's CopyInsertion makes copies for the others.
         for node, i in places[1:]:
             like = node.operands[i]
             node.operands[i] = splat_node(splat(like), like.type, source_of(like).source)
 
 
 def join_fills(clusters: Clusters) -> None:
-    """Merge the fills that updates of one array start from, and the fills that start one loop."""
+    """Merge equal fills that in-place updates start from, and the fills that start one loop."""
     known: dict[Hashable, Cluster] = {}
     for key, fill in _fills(clusters):
         own = clusters.by_root.get(id(fill))
-        # Something was fused into it, so it is no plain fill any more.
+        # Other ops were fused into it, so it is no longer a plain fill.
         if own is None or own.inputs or fill.opcode != "broadcast":
             continue
         first = known.setdefault(key, own)
@@ -368,7 +368,7 @@ def join_fills(clusters: Clusters) -> None:
 
 
 def _fills(clusters: Clusters) -> Iterator[tuple[Hashable, Node]]:
-    """Yield arrays that a loop starts from or an update writes to, with what they must share."""
+    """Yield arrays that a loop starts from or an update writes to, with their key for merging."""
     for node in clusters.nodes:
         if node.opcode == "while":
             for operand in dict.fromkeys(map(source_of, node.operands)):

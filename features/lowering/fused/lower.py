@@ -1,4 +1,4 @@
-"""Lowering by our own fusion rules: roughly what XLA's pipelines make of a program."""
+"""Lower a program with this project's fusion rules, which approximate XLA's pipelines."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ from .simplify import simplify
 from .transposes import move_transposes, sink_transposes
 from .updates import copy_read_later, turn_loop_state, turn_updates
 
-#: What the library's reductions combine by, and their types; beside them it has element-wise ops.
+#: Reducers of the library's reductions and their types; it also has elementwise ops.
 _REDUCERS, _TYPES = frozenset(("add", "maximum", "minimum")), frozenset(("f32", "f16", "bf16"))
 _BESIDE = frozenset(("parameter", "constant", "broadcast", "reduce", "bitcast"))
-#: Element-wise ops that it lacks.
+#: Elementwise ops that the library lacks.
 _LACKED = frozenset(("select", "compare", "is-finite", "clamp"))
-#: Bytes, or units of work, that a part of a loop has at least, and what a transcendental and a byte
-#: count (ParallelCostModel in XLA's cpu/parallel_task_assignment.cc; ten loops are split for two
-#: cores from the sizes on that they give, by JAX 0.10.2).
+#: Minimum bytes, or units of work, per part of a parallel loop, and the work of a transcendental
+#: and of a byte (ParallelCostModel in XLA's cpu/parallel_task_assignment.cc; JAX 0.10.2 splits ten
+#: loops for two cores from the sizes that these give).
 _PART_BYTES, _PART_WORK = 256 << 10, 100_000
 _TRANSCENDENTAL_WORK, _BYTE_WORK = 2, 10
-#: Ops without a kernel whose expansion is other work than their own: products for every group
-#: instead of one, sorted rows instead of rows that are read once.
+#: Ops without a kernel whose expansion does different work: products for every group instead of
+#: one, rows that are sorted instead of read once.
 EXPANDED = frozenset(("ragged-dot", "topk"))
 
 
@@ -71,18 +71,18 @@ def lower_fused(
     horizontal: bool = False,
     generated: bool = True,
 ) -> LoweredProgram:
-    """List roughly the kernels that a GPU compiler would make.
+    """List approximately the kernels that a GPU compiler would make.
 
     Args:
-        source: StableHLO or HLO that is not optimised yet.
-        device: Decides which fusions pay and what the libraries offer; an H100 stands in for any
-            device that is not a GPU.
+        source: StableHLO, or HLO before optimisation.
+        device: Determines which fusions pay off and what the libraries offer; an H100 is assumed
+            for any device that is not a GPU.
         horizontal: Whether independent work shares kernels, as in compilers before JAX 0.10.
-        generated: Whether products whose kernels are generated take in what is around them.
+        generated: Whether producers and consumers are fused into products with generated kernels.
 
     Raises:
         ProgramError: The program is malformed.
-        LoweringError: The program is optimised already.
+        LoweringError: The program is already optimised.
     """
     if source.program.is_scheduled:
         raise LoweringError(
@@ -95,14 +95,14 @@ def lower_fused(
     program = source.program
     graph = build_graph(program)
     emitter = Emitter(program)
-    # As in XLA: expansions and simplifications first, then the libraries' forms, then fusion. Each
-    # pass relies on the forms that those before it leave.
+    # As in XLA: expansions and simplifications first, then library forms, then fusion. Each pass
+    # relies on the output of those before it.
     expand_ops(graph, program, platform)
     inline_branches(graph)
     simplify(graph, program)
     merge_counters(graph)
     drop_dead_state(graph)
-    # Library forms leave reshapes and transposes between ops, hence simplify() once more after it.
+    # Library forms leave reshapes and transposes between ops, hence another simplify() after it.
     prepare(graph, machine, program, is_entry=True)
     if not machine.fused_products:
         widen(graph, machine, program)
@@ -113,7 +113,7 @@ def lower_fused(
         join_by_maxima(graph)
         assign_layouts(graph)
     writer = _fused(graph, machine, emitter, donated, is_entry=True, horizontal=horizontal)
-    # Last, as in XLA: only what is updated in place starts from a copy.
+    # Last, as in XLA: only values that are updated in place start from a copy.
     if platform == "gpu":
         copy_read_later(writer.clusters)
     copy_overwritten(writer.clusters, donated)
@@ -147,8 +147,8 @@ def lower_fused(
 
 
 def prepare(graph: Graph, machine: Machine, program: Program, *, is_entry: bool = False) -> None:
-    """Bring products and convolutions into the libraries' form, in loops and branches too."""
-    # A product of a TPU reads any order of dimensions, and needs no library's form.
+    """Bring products and convolutions into their libraries' form, in loops and branches too."""
+    # TPU products read any dimension order and need no library form.
     if machine.fused_products:
         sum_vector_products(graph, program)
         convolved_products(graph)
@@ -169,15 +169,15 @@ def prepare(graph: Graph, machine: Machine, program: Program, *, is_entry: bool 
     canonical_dots(graph, any_order=machine.tensor_fusion)
     canonical_convs(graph, machine)
     simplify(graph, program)
-    # A CPU's compiler leaves matrices to its library, whatever their size.
+    # A CPU's compiler leaves matrix products of any size to its library.
     reduce_vector_products(graph, program, 0 if machine.host else SMALL_PRODUCT)
     sink_transposes(graph)
     if is_entry and not machine.host:
         turn_updates(graph)
     simplify(graph, program)
     merge_dots(graph)
-    # After merging: a merged product may be a multiple of eight where its parts are not, and is
-    # larger.
+    # After merging: a merged product is larger, and its size may be a multiple of eight even if the
+    # sizes of its parts are not.
     if machine.converted:
         split_products(graph, machine, program)
     if not machine.tensor_fusion:
@@ -205,8 +205,8 @@ def _fused(
         fuse_epilogues(clusters, is_entry=is_entry)
     if machine.tensor_fusion and not machine.host:
         fuse_softmax(clusters)
-    # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,
-    # and kernels get several results only at the end.
+    # As in XLA: library epilogues and softmax kernels are fixed before loops are fused, and
+    # multi-output fusion comes last.
     PriorityFusion(clusters, machine, emitter.origin).run()
     # CopyFusion runs on the entry computation only (priority.py).
     if is_entry:
@@ -218,29 +218,29 @@ def _fused(
     return ComputationWriter(emitter, clusters, bodies)
 
 
-# Arithmetic on bf16 that a GPU has no instructions for runs in f32, between conversions, as XLA's
-# FloatNormalization does by its GpuFloatSupport: moves, comparisons, choices, signs, ``exp`` and
-# ``log`` stay in bf16, sums and products from compute capability 9.0 on, all other element-wise
-# ops, and reductions by them, become f32. f16 is left alone. The sets agree with the opcodes of 800
-# programs that were compiled for an H100 and an A100 (JAX 0.10). A CPU computes f32 alone.
+# bf16 arithmetic without GPU instructions runs in f32 between conversions, as in XLA's
+# FloatNormalization with GpuFloatSupport: moves, comparisons, selects, signs, ``exp`` and ``log``
+# stay in bf16, as do sums and products from compute capability 9.0 on; all other elementwise ops,
+# and reductions by them, become f32. f16 is unchanged. The sets agree with the opcodes of 800
+# programs compiled for an H100 and an A100 (JAX 0.10). A CPU computes in f32 only.
 _NARROW, _WIDE = "bf16", "f32"
-#: Element-wise ops on bf16 that every GPU keeps.
+#: Elementwise ops that stay in bf16 on every GPU.
 _KEPT = frozenset(
     ("abs", "and", "compare", "convert", "exponential", "log", "maximum", "minimum", "negate")
 ) | {"reduce-precision", "select", "bitcast-convert"}
-#: Those that it keeps from compute capability 9.0 on.
+#: Ops that stay in bf16 from compute capability 9.0 on.
 _ARITHMETIC = frozenset(("add", "multiply", "subtract"))
-#: Those that a CPU keeps; reducers it has as every GPU.
+#: Ops that stay in bf16 on a CPU; its reducers are treated as on every GPU.
 _HOST_KEPT = frozenset(("convert", "bitcast-convert"))
 
 
 def widen(graph: Graph, machine: Machine, program: Program) -> None:
-    """Put conversions to f32 and back around ops that have no bf16, in loops and branches too.
+    """Convert to f32 and back around ops without a bf16 version, in loops and branches too.
 
     Args:
         graph: Changed in place.
-        machine: Tells whether sums and products of bf16 are native.
-        program: Takes in reducers on f32.
+        machine: Determines whether bf16 sums and products are native.
+        program: Receives the reducers on f32.
     """
     kept = _KEPT | _ARITHMETIC if machine.bf16_arithmetic and not machine.host else _KEPT
     alone = _HOST_KEPT if machine.host else kept
@@ -248,14 +248,14 @@ def widen(graph: Graph, machine: Machine, program: Program) -> None:
     def rule(node: Node) -> Node | None:
         if node.is_tuple or not any(t.dtype == _NARROW for t in _types(node)):
             return None
-        # A CPU's scatter has the whole array in f32.
+        # A CPU's scatter converts the whole array to f32.
         scatters = machine.host and node.opcode == "scatter"
         if node.opcode in FOLDS or scatters:
             inside = program.computations[node.called[0]].ops if node.called else []
             native = all(op.opcode == "parameter" or op.opcode in kept for op in inside)
             native &= not scatters
             return None if native else _wide(node, tuple(_reducer(n, program) for n in node.called))
-        # What CHLO spells out is one op here, which converts inside.
+        # Ops that CHLO expands are a single op here, which converts internally.
         own = node.opcode in ELEMENTWISE and node.opcode not in alone
         return _wide(node, ()) if own else None
 
@@ -267,7 +267,7 @@ def _types(node: Node) -> list[TensorType]:
 
 
 def _wide(node: Node, called: tuple[str, ...]) -> Node:
-    """The op in f32, and its result in its own type."""
+    """Return the op computed in f32, with its result converted back."""
     operands = [converted(o, _WIDE) if o.type.dtype == _NARROW else o for o in node.operands]
     kind = node.type._replace(dtype=_WIDE) if node.type.dtype == _NARROW else node.type
     made = replace(node, operands=operands, results=(kind,), called=called)
@@ -277,7 +277,7 @@ def _wide(node: Node, called: tuple[str, ...]) -> Node:
 
 
 def _reducer(name: str, program: Program) -> str:
-    """Name of a reducer's counterpart on f32; made if it is not there."""
+    """Return the name of a reducer's f32 version, which is made on first use."""
     wide = f"{name}.{_WIDE}"
     if wide not in program.computations:
         own = program.computations[name]
@@ -292,11 +292,11 @@ def _reducer(name: str, program: Program) -> str:
 
 
 def as_on_host(program: Program, cores: int) -> None:
-    """Give fusions the kind and the parts that XLA:CPU would.
+    """Give fusions the kind and the number of parallel parts that XLA:CPU would give them.
 
     Args:
-        program: What GPUs' rules have fused; changed in place.
-        cores: Of the CPU.
+        program: Fused by the rules for GPUs; changed in place.
+        cores: Number of CPU cores.
     """
     for computation in [*program.computations.values()]:
         for op in computation.ops:
@@ -323,7 +323,7 @@ def _by_library(inner: Computation, program: Program) -> bool:
 
 
 def _parts(op: Op, computation: Computation, program: Program, cores: int) -> int:
-    """Parts of a loop: by its bytes where it moves more than it computes, else by all its work."""
+    """Count the parts of a loop: by its bytes if memory-bound, otherwise by its total work."""
     cost = op_cost(op, computation, program)
     if cost.flops <= cost.bytes:
         most, parts = ceil(sqrt(cores)), int(cost.bytes) // _PART_BYTES
@@ -334,14 +334,14 @@ def _parts(op: Op, computation: Computation, program: Program, cores: int) -> in
 
 
 def as_run(source: SourceProgram, platform: str) -> tuple[SourceProgram, list[str]]:
-    """The program with such ops spelled out, and with copies of what it and its loops overwrite.
+    """Expand the ops in ``EXPANDED``, and insert copies of values that the program overwrites.
 
     Args:
         source: StableHLO or HLO.
         platform: ``cpu``, ``gpu`` or ``tpu``.
 
     Returns:
-        The source itself if nothing is added, and notes.
+        The program and notes; the source itself if nothing is added.
     """
     program = source.program
     opcodes = [op.opcode for own in program.computations.values() for op in own.ops]
@@ -353,7 +353,7 @@ def as_run(source: SourceProgram, platform: str) -> tuple[SourceProgram, list[st
     copy_overwritten(writer.clusters, {parameter for _, parameter in program.aliases})
     emitter.add(writer.write("main"))
     made = {op.opcode for own in emitter.program.computations.values() for op in own.ops}
-    # Graphs have no copies but those that were added.
+    # The graph contains only the copies that were inserted.
     if "copy" not in made and EXPANDED & made == EXPANDED.intersection(opcodes):
         return source, []
     notes = [] if "ragged-dot" in made else ragged_notes(opcodes, ())
@@ -361,7 +361,7 @@ def as_run(source: SourceProgram, platform: str) -> tuple[SourceProgram, list[st
 
 
 def _unfused(graph: Graph, emitter: Emitter) -> ComputationWriter:
-    """Writer of a graph each of whose ops is a kernel, its loops and branches written."""
+    """Return a writer for a graph with one kernel per op, after writing its loops and branches."""
     copy_loop_state(graph)
     bodies = bodies_of(graph, emitter, _unfused)
     return ComputationWriter(emitter, Clusters(graph), bodies, wrapped=False)

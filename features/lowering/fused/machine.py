@@ -1,4 +1,4 @@
-"""What fusion depends on of a GPU, derived from a device's description."""
+"""Properties of a GPU that fusion depends on, derived from a device description."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass, replace
 from ...devices.device import DeviceSpec
 from ...devices.rules import capability_of, narrow_floats_of
 
-#: Types that Triton converts, as the compiler (JAX 0.10) lets products for an A100, L40S, H100 and
-#: B200 read them: no unsigned integers, and fp8 of three bits from compute capability 9.0 on.
+#: Types that Triton converts, as in products compiled for an A100, L40S, H100 and B200 (JAX 0.10):
+#: no unsigned integers, and fp8 with three mantissa bits from compute capability 9.0 on.
 _CONVERTED = frozenset(("pred", "s4", "s8", "s16", "s32", "bf16", "f16", "f32", "f8e5m2"))
 _FROM_HOPPER = frozenset(("f8e4m3fn",))
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Properties of a GPU that fusion depends on; by default those of an H100 SXM (data sheet).
+    """Properties of a GPU that fusion depends on; defaults are those of an H100 SXM (data sheet).
 
     Attributes:
-        bandwidth: Bytes per second of the memory.
-        cache: Bytes of the last-level cache.
-        cores: Multiprocessors.
-        clock: Hertz.
-        lanes: Vector lanes of a multiprocessor.
+        bandwidth: Memory bandwidth in bytes per second.
+        cache: Size of the last-level cache in bytes.
+        cores: Number of multiprocessors.
+        clock: Clock rate in hertz.
+        lanes: Vector lanes per multiprocessor.
         tensor_fusion: Whether softmax becomes one kernel (Triton: compute capability 8.0 up).
-        bf16_arithmetic: Whether sums and products of bf16 have instructions of their own.
+        bf16_arithmetic: Whether bf16 sums and products have native instructions.
         channels_last: Whether convolutions of any type run with channels innermost.
-        half_channels_last: Whether those of images in 16-bit floats do.
-        fused_products: Whether products take in what makes their operands and follows them, and
-            read and write any order of dimensions, as on TPUs.
-        host: Whether it is a CPU, whose libraries take other forms of convolutions and the largest
-            elements, and nothing of what follows them.
-        converted: Types from which a generated product converts its operands itself; none where
-            all products are the libraries'.
-        narrow: 8-bit floats that products multiply as they are; ``None`` for all of them.
-        capability: Compute capability × 10; 0 of other makers' GPUs.
+        half_channels_last: Whether convolutions of images in 16-bit floats do.
+        fused_products: Whether products fuse their producers and consumers, and read and write any
+            dimension order, as on TPUs.
+        host: Whether it is a CPU, whose libraries take other forms of convolutions and top-k, and
+            fuse no epilogues.
+        converted: Types from which a generated product can convert its operands; empty if all
+            products are library calls.
+        narrow: 8-bit floats that products multiply natively; ``None`` for all of them.
+        capability: Compute capability × 10; 0 for other vendors' GPUs.
     """
 
     bandwidth: float = 3.35e12
@@ -56,8 +56,7 @@ class Machine:
 def machine_of(device: DeviceSpec | None) -> Machine:
     """Derive the machine from a device description.
 
-    An H100 stands in for a missing description, for one of another platform, and for figures that
-    the description leaves out.
+    H100 values are used if the description is missing, is of another platform, or lacks a figure.
     """
     platform = device.platform if device is not None else "gpu"
     usual = Machine(fused_products=platform == "tpu", host=platform == "cpu")
@@ -67,9 +66,9 @@ def machine_of(device: DeviceSpec | None) -> Machine:
         return usual
     target = str(device.compiler.get("target", ""))
     capability = capability_of(target)
-    # Without a target (or on another vendor's GPU) units for bf16 reveal the generation.
-    # Triton needs compute capability 8.0. For cuDNN XLA has channels innermost in images of 16 bits
-    # from 7.0 on (tensor cores), and in all but volumes from 9.0 on.
+    # Without a target (or on another vendor's GPU) bf16 units indicate the generation. Triton needs
+    # compute capability 8.0. XLA puts channels innermost for cuDNN in 16-bit images from 7.0 on
+    # (tensor cores), and in everything but volumes from 9.0 on.
     modern = capability >= 80 if capability else "bf16" in device.peak_flops
     cache = device.levels[-2].capacity if len(device.levels) > 1 else usual.cache
     return Machine(

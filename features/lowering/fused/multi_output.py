@@ -1,10 +1,10 @@
-"""Kernels with several results: siblings of one input, producers with a consumer.
+"""Kernels with several results: siblings that share an input, producers with a consumer.
 
 The order and the checks follow XLA:GPU's MultiOutputFusion, which runs after PriorityFusion.
 
 On request (``xla_gpu_use_horizontal_fusion``) independent work shares a kernel, too: small loops,
-or reductions, whose results one op reads. The rules come from XLA's passes HorizontalLoopFusion and
-HorizontalInputFusion, which the compiler that JAX 0.10 brings no longer has.
+or reductions, whose results one op reads. The rules come from XLA's HorizontalLoopFusion and
+HorizontalInputFusion passes, which the compiler of JAX 0.10 no longer has.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Limits = Sequence[tuple[int, int, int]]
 
 
 class MultiOutputFusion:
-    """Joins clusters that run over the same elements.
+    """Merge clusters that iterate over the same elements.
 
     Args:
         clusters: Changed in place.
-        machine: What decides whether a fusion pays.
+        machine: Determines whether a fusion pays off.
     """
 
     def __init__(self, clusters: Clusters, machine: Machine) -> None:
         self.clusters = clusters
         self.machine = machine
         self.needs = Dependences(clusters)
-        # Clusters are merged into new ones here, never changed.
+        # Here clusters are merged into new ones and never modified.
         self._frames: dict[Cluster, Frame | None] = {}
 
     def run(self) -> None:
-        """Go through the graph from its results to its arguments."""
-        # From the results up: merged consumers make their producers' readers fewer.
+        """Traverse the graph from its results to its arguments."""
+        # From the results up: merging consumers leaves their producers fewer readers.
         for node in reversed(self.clusters.nodes):
             self._siblings(node)
             producer = self.clusters.by_root.get(id(node))
@@ -59,14 +59,14 @@ class MultiOutputFusion:
             self.clusters.drop_unread()
 
     def _siblings(self, node: Node) -> None:
-        """Join clusters that all read ``node``."""
-        # Scalars are read by nearly everything; sharing one saves nothing.
+        """Merge clusters that all read ``node``."""
+        # Scalars have very many readers; sharing one saves nothing.
         if node.size <= 1:
             return
         readers = [c for c in self.clusters.readers.get(id(node), {}).values() if _joins(c)]
         readers.sort(key=lambda c: self.clusters.position[id(c.root)])
         i = 0
-        # Merged clusters stay in the list, so that a third sibling can join them.
+        # Merged clusters stay in the list, so that a third sibling can be merged with them.
         while i < len(readers):
             j = i + 1
             while j < len(readers):
@@ -80,9 +80,9 @@ class MultiOutputFusion:
             i += 1
 
     def _with_consumer(self, producer: Cluster) -> None:
-        """Join a producer with one that reads it, though others read it too."""
+        """Merge a producer with one of its consumers while keeping its result for the others."""
         frame = self._frame(producer)
-        # A TPU's kernel sums the result of its product beside writing it.
+        # A TPU's kernel can reduce the result of its product and write both.
         product = self.clusters.fused_products and producer.multiplies and producer.consumes
         if not (_joins(producer) or product) or frame is None or frame.kind != "loop":
             return
@@ -93,7 +93,7 @@ class MultiOutputFusion:
         for consumer in consumers:
             if not (_joins(consumer) and self._alike(producer, consumer)):
                 continue
-            # A third kernel that needs one and feeds the other would have to run between them.
+            # A third kernel between the two would depend on one and feed the other.
             if self._between(producer, consumer):
                 continue
             if self._sums(consumer) if product else self._pays(producer, consumer):
@@ -110,7 +110,7 @@ class MultiOutputFusion:
         return self._frames[cluster]
 
     def _alike(self, first: Cluster, second: Cluster) -> bool:
-        """Return whether both run over the same elements in the same way."""
+        """Return whether both clusters iterate over the same elements in the same way."""
         if first is second or not _fit(self._frame(first), self._frame(second)):
             return False
         inputs = {id(n) for c in (first, second) for n in c.inputs}
@@ -125,15 +125,15 @@ class MultiOutputFusion:
         both = {**producer.members, **consumer.members}
         members = [both[i] for i in sorted(both)]
         roots = [*producer.roots, *consumer.roots]
-        # One launch less, and the shared input is read once.
+        # Saves one launch, and the shared input is read only once.
         return Work(members, roots, self.machine).ticks() + LAUNCH <= apart
 
     def _apart(self, first: Cluster, second: Cluster) -> bool:
-        """Return whether neither needs the other."""
+        """Return whether neither cluster depends on the other."""
         return not (self.needs.reaches(first, second) or self.needs.reaches(second, first))
 
     def _between(self, producer: Cluster, consumer: Cluster) -> bool:
-        """Return whether the consumer also needs the producer by way of a third kernel."""
+        """Return whether the consumer also depends on the producer through a third kernel."""
         others = [p for p in self.clusters.producers(consumer) if p is not producer]
         return any(
             other is not consumer and self.needs.reaches(other, producer) for other in others
@@ -141,7 +141,7 @@ class MultiOutputFusion:
 
 
 def _joins(cluster: Cluster) -> bool:
-    """Return whether a cluster can share a kernel: no library call, no update in place."""
+    """Return whether a cluster can share a kernel: not a library call or in-place update."""
     return (
         cluster.consumes
         and not cluster.rows
@@ -151,7 +151,7 @@ def _joins(cluster: Cluster) -> bool:
 
 
 class Frame(NamedTuple):
-    """What the threads of a cluster run over."""
+    """The iteration space of a cluster's threads."""
 
     kind: str
     size: int
@@ -159,7 +159,7 @@ class Frame(NamedTuple):
 
 
 def _fit(first: Frame | None, second: Frame | None) -> bool:
-    """Return whether two clusters fit one kernel: a loop fits anything over as many elements."""
+    """Return whether two clusters fit one kernel: a loop fits anything with as many elements."""
     if first is None or second is None or first.size != second.size:
         return False
     if "loop" in (first.kind, second.kind):
@@ -168,7 +168,7 @@ def _fit(first: Frame | None, second: Frame | None) -> bool:
 
 
 def frame_of(cluster: Cluster) -> Frame | None:
-    """Return what a cluster's threads run over; ``None`` if that fits no other kernel."""
+    """Return the iteration space of a cluster; ``None`` if it can share no kernel."""
     inside = {id(node) for node in cluster.members.values()}
     for root in cluster.roots:
         hero = hero_of(root, inside)
@@ -183,9 +183,9 @@ def frame_of(cluster: Cluster) -> Frame | None:
 
 
 def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
-    """Return whether two clusters read common parts of a value, not one slice each.
+    """Return whether two clusters read overlapping parts of a value rather than separate slices.
 
-    The compiler sees this only while each has a single result; so does this.
+    XLA checks this only while both have a single result, and so does this function.
     """
     if _through_view(node, first) != _through_view(node, second):
         return False
@@ -209,9 +209,9 @@ def _overlap(one: Limits, other: Limits) -> bool:
 
 
 def _through_view(node: Node, cluster: Cluster) -> bool:
-    """Return whether a cluster reads a value by way of a reshape, which makes it another array.
+    """Return whether a cluster reads a value through a reshape, which makes it another array.
 
-    A reshape within a function of this value alone moves up to the value itself.
+    A reshape in a reduction that reads only this large value is moved up to the value.
     """
     members = cluster.members.values()
     if not any(operand is node for member in members for operand in member.operands):
@@ -220,28 +220,28 @@ def _through_view(node: Node, cluster: Cluster) -> bool:
     return reshaped and sum(2 * other.size >= node.size for other in cluster.inputs) == 1
 
 
-# Limits come from XLA's horizontal_loop_fusion.cc. Larger loops take longer than the launch that
-# joining them would save.
-#: Most elements of a loop that shares a kernel with others of its shape, or of other shapes
+# Limits from XLA's horizontal_loop_fusion.cc. Larger loops take longer than the launch that merging
+# would save.
+#: Most elements of a loop that shares a kernel with loops of its shape, or of other shapes
 #: (kShapeThreshold).
 MAX_ALIKE = 8192 * 8192
 MAX_MIXED = 128 * 2048
-#: Most ops of such a loop (kInstrCountThreshold).
+#: Most ops of these loops (kInstrCountThreshold).
 MAX_OPS_ALIKE = 128
 MAX_OPS_MIXED = 30
-#: Results that end a kernel (kMaxFusionBatchSize): this many, or more, are too many; twice that if
-#: each is one op.
+#: Number of results that a kernel must stay below (kMaxFusionBatchSize); twice as many if each is a
+#: single op.
 MAX_RESULTS = 32
-#: Bytes of kernel arguments, pointers of eight bytes, that end a kernel (kMaxCudaParamSize: CUDA
-#: allows 4 KiB).
+#: Bytes of kernel arguments (8-byte pointers) that a kernel must stay below (kMaxCudaParamSize;
+#: CUDA allows 4 KiB).
 MAX_ARGUMENT_BYTES = 4000
 _POINTER = 8
 
 
 class HorizontalFusion:
-    """Joins clusters that only one reader, or the graph's results, need.
+    """Merge independent clusters that have the same single reader, or are results of the graph.
 
-    No path can lead between two of them: it would go by way of that reader.
+    No path can connect two of them, since it would lead through that reader.
 
     Args:
         clusters: Changed in place.
@@ -251,7 +251,7 @@ class HorizontalFusion:
         self.clusters = clusters
 
     def run(self) -> None:
-        """Go from the results to the arguments until nothing changes."""
+        """Traverse from the results to the arguments until nothing changes."""
         while self._pass():
             pass
 
@@ -264,7 +264,7 @@ class HorizontalFusion:
         return changed
 
     def _feeding(self, consumer: Cluster | None) -> bool:
-        """Join what ``consumer`` reads; the graph's results if it is ``None``."""
+        """Merge the producers of ``consumer``, or of the graph's results if it is ``None``."""
         rules: tuple[Callable[[list[Cluster]], list[list[Cluster]]], ...] = (
             self._loops_alike,
             self._loops_mixed,
@@ -280,7 +280,7 @@ class HorizontalFusion:
         return changed
 
     def _candidates(self, consumer: Cluster | None) -> list[Cluster]:
-        """Return the clusters that nobody but the consumer and the graph's results read."""
+        """List the clusters read by the consumer alone, or those of unread graph results."""
         clusters = self.clusters
         if consumer is None:
             made = [clusters.by_root.get(id(owner(n))) for n in clusters.graph.outputs]
@@ -294,9 +294,9 @@ class HorizontalFusion:
         return _spans(loops, lambda c: (*_kind_of(c), c.root.type.shape), lone=2)
 
     def _loops_mixed(self, candidates: list[Cluster]) -> list[list[Cluster]]:
-        """Group loops over smaller arrays of any shapes, one after the other in a flat range.
+        """Group loops over smaller arrays of any shapes, concatenated into one flat range.
 
-        One that updates an argument in place could not do so any more if another reads it.
+        Loops that share an argument are left out: neither could still update it in place.
         """
         readers: dict[int, int] = {}
         for cluster in candidates:
@@ -324,7 +324,7 @@ class HorizontalFusion:
 def _is_small_loop(cluster: Cluster, elements: int, ops: int) -> bool:
     """Return whether a cluster is a plain loop whose launch costs more than its work.
 
-    One over arrays of several sizes is such a kernel of many already, and takes no more.
+    A loop over arrays of several sizes is already such a merged kernel, and is not extended.
     """
     frame = frame_of(cluster)
     return (
@@ -345,19 +345,19 @@ def _kind_of(cluster: Cluster) -> tuple[object, ...]:
 def _spans(
     loops: list[Cluster], key: Callable[[Cluster], tuple[object, ...]], lone: int = 1
 ) -> list[list[Cluster]]:
-    """Group loops that share ``key``, similar ones together, so that each group fits one kernel.
+    """Group loops with equal ``key``, similar ones together, so that each group fits one kernel.
 
-    Loops of one op each may have ``lone`` times as many results.
+    Groups of single-op loops may have ``lone`` times as many results.
     """
 
     def fits(group: list[Cluster]) -> bool:
-        # XLA decides by the first of a group; fusions count as several ops.
+        # XLA applies the limit of the first loop in a group; fusions count as several ops.
         limit = MAX_RESULTS * (lone if len(group[0].members) == 1 else 1)
         results = sum(len(c.roots) for c in group)
         arguments = results + sum(len(c.inputs) for c in group)
         return results < limit and arguments * _POINTER < MAX_ARGUMENT_BYTES
 
-    # Similar amounts of work side by side: a kernel takes as long as its longest thread.
+    # Loops with similar work go together: a kernel takes as long as its longest thread.
     return _groups(sorted(loops, key=lambda c: (_ops(c), c.root.size)), key, fits)
 
 
@@ -366,7 +366,7 @@ def _groups(
     key: Callable[[Cluster], tuple[object, ...]],
     fits: Callable[[list[Cluster]], bool],
 ) -> list[list[Cluster]]:
-    """Group clusters that share ``key``, in their order, as long as a group fits one kernel."""
+    """Group clusters with equal ``key``, in order, as long as each group fits one kernel."""
     by_key: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
         by_key.setdefault(key(cluster), []).append(cluster)
@@ -382,7 +382,7 @@ def _groups(
 
 
 def _reduced(cluster: Cluster) -> tuple[object, ...]:
-    """Return the shape and dimensions of what a reduction sums."""
+    """Return the shape of a reduction's operand and the reduced dimensions."""
     inside = {id(node) for node in cluster.members.values()}
     heroes = (hero_of(root, inside) for root in cluster.roots)
     hero = next(hero for hero in heroes if hero.opcode == "reduce")
@@ -390,12 +390,12 @@ def _reduced(cluster: Cluster) -> tuple[object, ...]:
 
 
 def _arrays(group: Iterable[Cluster]) -> int:
-    """Count the arrays that one kernel for all would read and write."""
+    """Count the arrays that one kernel for the whole group would read and write."""
     members = list(group)
     inputs = {id(source_of(node)) for cluster in members for node in cluster.inputs}
     return len(inputs) + sum(len(cluster.roots) for cluster in members)
 
 
 def _ops(cluster: Cluster) -> int:
-    """Count the ops of a kernel's computation, its parameters included."""
+    """Count the ops in a kernel's computation, including its parameters."""
     return len(cluster.members) + len(cluster.inputs)

@@ -1,9 +1,9 @@
-"""What a TPU's compiler keeps in on-chip memory between kernels, and fetches ahead of them.
+"""Values that a TPU's compiler keeps in on-chip memory between kernels or prefetches.
 
-XLA:TPU assigns memory spaces after scheduling (MemorySpaceAssignment): a value whose life fits into
-what is free of the on-chip memory stays there. Here values are placed in the order in which they
-are made; one that is large, or finds the memory full, stays in main memory. Arguments and results
-of the program are in main memory; what a product reads of them is fetched beside the kernel before.
+XLA:TPU assigns memory spaces after scheduling (MemorySpaceAssignment): a value stays in on-chip
+memory if there is space for it during its live range. Here values are placed in program order; a
+value that is too large, or for which no space is left, goes to main memory. Program arguments and
+results are in main memory; arguments of products are prefetched during the kernel before.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ...ir.op_table import named
 from ...ir.program import NESTING, Computation, Op, Program, TensorType, reached
 from .clusters import PRODUCTS
 
-#: Ops whose result is their operand's memory.
+#: Ops whose result aliases their operand.
 _VIEWS = frozenset(("bitcast", "opt-barrier", "optimization-barrier", "copy-done"))
-#: Ops whose results are names of other values, or no arrays in memory.
+#: Ops whose results alias other values, or are not arrays in memory.
 _NO_VALUES = named("no_values") | _VIEWS
-#: Part of the on-chip memory that values may take; the rest is for the kernels' own windows.
+#: Fraction of on-chip memory that values may use; the rest is for the windows of kernels.
 #: Engineering estimates, this and the next one (docs/fused.md).
 SHARE = 0.75
-#: Largest share of the memory for one value: values of half of it are still placed (compiled for a
-#: v5e).
+#: Largest value that is placed, as a fraction of on-chip memory: values of half of it still are
+#: (compiled for a v5e).
 LARGEST = 0.5
 _MIB = 2.0**20
 
@@ -33,8 +33,8 @@ class OnChip:
     """On-chip memory in which a compiler places values.
 
     Attributes:
-        space: Number of the memory space.
-        capacity: Bytes.
+        space: Number of its memory space in HLO layouts.
+        capacity: Size in bytes.
     """
 
     space: int
@@ -42,7 +42,7 @@ class OnChip:
 
 
 def on_chip_of(device: DeviceSpec | None) -> OnChip | None:
-    """Return where the TPU's compiler places values: CMEM (v4), a core's VMEM (later), nowhere."""
+    """Return the memory for values: CMEM (v4), a core's VMEM (later TPUs), ``None`` for others."""
     if device is None or device.platform != "tpu":
         return None
     target = str(device.compiler.get("target", ""))
@@ -56,9 +56,9 @@ def on_chip_of(device: DeviceSpec | None) -> OnChip | None:
 
 
 def prefetch(program: Program, memory: OnChip) -> None:
-    """Fetch arguments of products while the kernel before them runs, as XLA's prefetcher does.
+    """Prefetch arguments of products while the preceding kernel runs, like XLA's prefetcher.
 
-    The first kernel has to wait for its own.
+    The first kernel has to wait for its arguments.
 
     Args:
         program: Fused and scheduled; its entry is changed.
@@ -101,7 +101,7 @@ def _append(ops: list[Op], op: Op) -> int:
 
 
 def _viewed(comp: Computation, position: int) -> int:
-    """Position of the op whose value an operand is, through at most one view."""
+    """Return the index of the op whose value an operand is, looking through at most one view."""
     op = comp.ops[position]
     return op.operands[0] if op.opcode == "bitcast" else position
 
@@ -126,14 +126,14 @@ def _done(start: Op, place: int) -> Op:
 
 
 def place_on_chip(program: Program, memory: OnChip) -> None:
-    """Mark values that stay on the chip with its memory space, in all computations that run.
+    """Mark values that stay on chip with its memory space, in all computations that run kernels.
 
     Args:
         program: Fused and scheduled; its types are changed in place.
         memory: The memory.
     """
 
-    # Bodies of loops and branches run kernels, too; fused computations and reducers do not.
+    # Bodies of loops and branches run kernels; fused computations and reducers do not.
     def inner(name: str) -> list[str]:
         ops = program.computations[name].ops
         return [called for op in ops if op.opcode in NESTING for called in op.called]
@@ -156,13 +156,13 @@ def _place(comp: Computation, memory: OnChip) -> None:
     ends: dict[int, float] = {}
     used, near = 0.0, set()
     for position, op in enumerate(comp.ops):
-        # A value is free from the op after its last use on.
+        # A value is freed at the op after its last use.
         used -= ends.pop(position - 1, 0.0)
         if op.opcode in _NO_VALUES:
             continue
         for leaf, t in enumerate(op.results):
             value = (position, leaf)
-            # Results of the program go to main memory; values that nobody reads need no place.
+            # Results of the program go to main memory; values that nobody reads need no space.
             if value in kept or value not in last or t.nbytes > LARGEST * memory.capacity:
                 continue
             if used + t.nbytes > SHARE * memory.capacity:
@@ -175,10 +175,10 @@ def _place(comp: Computation, memory: OnChip) -> None:
 
 
 def _sources(comp: Computation) -> list[list[_Value]]:
-    """Find the values behind each op's results, views and tuples followed."""
+    """Find the values behind each op's results, looking through views and tuples."""
     sources: list[list[_Value]] = []
     for position, op in enumerate(comp.ops):
-        # A tuple of values, as a barrier may be.
+        # A tuple of values, possibly the operand of a barrier.
         if op.opcode == "tuple" or (op.opcode in _VIEWS and op.operands):
             sources.append([value for operand in op.operands for value in sources[operand]])
         elif op.opcode == "get-tuple-element":

@@ -1,6 +1,6 @@
-"""Orders in which a TPU's memory holds the dimensions of an array, and reshapes between them.
+"""Dimension orders of arrays in TPU memory, and reshapes between them.
 
-Memory pads the two minor dimensions of an array to tiles.
+TPU memory pads the two minor dimensions of an array to tiles.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from math import prod
 
 from ...ir.program import DTYPE_BITS, LANES, SUBLANES, TensorType, tiled_size
 
-#: Dimensions of an array, minor to major, as :class:`TensorType` has them.
+#: Dimensions of an array, minor to major, as in :class:`TensorType`.
 Order = tuple[int, ...]
 
 
 def default_order(t: TensorType) -> Order:
-    """Return the order in which padding takes least, the program's own before others.
+    """Return the order with the least padding; row-major wins ties.
 
     Args:
-        t: Types of less than 32 bits pack at least as many rows as fill a word.
+        t: The array's type; types under 32 bits pack at least as many rows as fill a word.
     """
     if len(t.shape) < 2:
         return tuple(range(len(t.shape)))
@@ -27,7 +27,7 @@ def default_order(t: TensorType) -> Order:
 
 
 def _orders(t: TensorType) -> list[Order]:
-    """Orders of all pairs of minor dimensions, the others row-major; those that pad least first."""
+    """List orders for all pairs of minor dimensions, the others row-major, least padding first."""
     dims = range(len(t.shape))
     found = [
         (a, b, *(d for d in reversed(dims) if d not in (a, b))) for a, b in permutations(dims, 2)
@@ -36,28 +36,28 @@ def _orders(t: TensorType) -> list[Order]:
 
 
 def padded_size(t: TensorType, order: Order) -> int:
-    """Elements that an array of two dimensions or more takes in an order, padded to tiles."""
+    """Count the elements of an array of rank two or more in an order, padded to tiles."""
     lanes, rows = t.shape[order[0]], t.shape[order[1]]
     packed = 32 // max(DTYPE_BITS[t.dtype], 1)
     return prod(t.shape[d] for d in order[2:]) * tiled_size(lanes, rows, packed)
 
 
 def row_major(t: TensorType) -> Order:
-    """Order of the program: the last dimension is minor."""
+    """Return the row-major order: the last dimension is minor."""
     return tuple(reversed(range(len(t.shape))))
 
 
 def order_of(t: TensorType) -> Order:
-    """Order that a type states."""
+    """Return the order given in a type's layout."""
     return row_major(t) if t.layout is None else t.layout
 
 
 def reshaped(shape: Sequence[int], order: Order, result: Sequence[int]) -> Order | None:
-    """Return the order of a reshape's result if it is a name of its operand, ``None`` if it moves.
+    """Return the order of a reshape's result if it is a bitcast; ``None`` if it moves data.
 
     Args:
-        shape: Of the operand.
-        order: Of the operand.
+        shape: Shape of the operand.
+        order: Order of the operand.
         result: Shape of the result.
     """
     groups = groups_of(shape, result)
@@ -65,7 +65,7 @@ def reshaped(shape: Sequence[int], order: Order, result: Sequence[int]) -> Order
     made: list[tuple[int, list[int]]] = []
     for before, after in groups:
         places = [place[d] for d in reversed(before)]
-        # Dimensions that become one have to lie side by side, in the order of the program.
+        # Dimensions that are merged must be adjacent, in row-major order.
         if places != list(range(places[0], places[0] + len(places))):
             return None
         made.append((places[0], after[::-1]))
@@ -77,13 +77,13 @@ def reshaped(shape: Sequence[int], order: Order, result: Sequence[int]) -> Order
 
 
 def turned_before(t: TensorType, order: Order, result: TensorType) -> tuple[Order, Order] | None:
-    """Orders in which a reshape that moves is a name after a copy: of its operand, and its own.
+    """Find orders of operand and result with which a reshape is a bitcast after a copy.
 
-    ``None`` if they pad more than the result's best order. Parts of whole lanes move as tiles do.
+    ``None`` if they pad more than the result's best order. Splits of whole lanes move as tiles do.
 
     Args:
-        t: Of the operand.
-        order: Of the operand.
+        t: Type of the operand.
+        order: Order of the operand.
         result: Type of the result.
     """
     if len(t.shape) < 2 or len(result.shape) < 2:
@@ -104,7 +104,7 @@ def turned_before(t: TensorType, order: Order, result: TensorType) -> tuple[Orde
 
 
 def groups_of(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dimensions of two shapes that hold the same elements, the smallest groups; no ones."""
+    """Match groups of dimensions with the same elements in two shapes: minimal, without ones."""
     a = [d for d, size in enumerate(shape) if size != 1]
     b = [d for d, size in enumerate(result) if size != 1]
     groups = []
@@ -125,7 +125,7 @@ def groups_of(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[in
 
 
 def spaced(shape: Sequence[int], order: Iterable[int]) -> list[int]:
-    """An order without the dimensions of size one, which take no memory."""
+    """Drop the dimensions of size one, which take no memory, from an order."""
     return [d for d in order if shape[d] != 1]
 
 
@@ -134,9 +134,9 @@ def _sizes(shape: Sequence[int], spaced: Sequence[int]) -> list[int]:
 
 
 def _same_tiles(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Return whether arrays of equal elements, sizes minor to major, lie in memory alike.
+    """Return whether equal elements with these sizes (minor to major) have the same memory layout.
 
-    Whole tiles of rows may be split and joined, and a vector of whole tiles is stored as rows of
+    Whole tiles of rows can be split and merged, and a vector of whole tiles is stored as rows of
     128.
     """
     (lanes, rows), (new_lanes, new_rows) = ((*sizes, 1, 1)[:2] for sizes in (before, after))

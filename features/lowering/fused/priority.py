@@ -1,4 +1,4 @@
-"""Fuse producers into consumers: the fusion that saves most goes first (XLA's PriorityFusion)."""
+"""Fuse producers into consumers in order of the time saved (XLA's PriorityFusion)."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .machine import Machine
 from .rows import count_of, is_read_by_rows, works_by_rows
 from .work import LAUNCH, MAX_CODE, Each, Work, done_by_called, narrow_reduction
 
-#: Ops too costly to repeat for each element of an overlapping window.
+#: Ops too expensive to recompute for each element of overlapping windows.
 _EXPENSIVE = ops_with(lambda spec: spec.expensive)
-#: Ops that are expanded to dozens of others, many of which read the operand: a producer that is
-#: fused into them would be computed that often.
+#: Ops that expand to dozens of others, many of which read the operand: a producer fused into them
+#: would be recomputed for each of these reads.
 _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
-#: Those, and what would compute an expensive producer again for each window.
+#: These ops, and windows, which would recompute an expensive producer for each element they cover.
 _READ_AGAIN = _MANY_READS | {"reduce-window"}
 
 
 class _Pair(NamedTuple):
-    """A reader, and the same with a producer inside.
+    """A reader, and the same reader with a producer fused into it.
 
     Attributes:
-        version: The reader's when they were priced.
-        apart: Ticks of the reader as it is.
-        joined: Ticks of both in one kernel, without its launch; ``None`` if that cannot be.
-        form: Form of that kernel.
-        work: Its work, if it is the first of its form.
+        version: Version of the reader for which the pair was evaluated.
+        apart: Ticks of the reader without the producer.
+        joined: Ticks of the fused kernel without its launch; ``None`` if it is impossible.
+        form: Form of the fused kernel.
+        work: Its work, if it is the first kernel of this form.
     """
 
     version: int
@@ -52,12 +52,12 @@ class _Pair(NamedTuple):
 
 
 class PriorityFusion:
-    """Fuses until no fusion saves time.
+    """Fuse producers into consumers until no fusion saves time.
 
     Args:
         clusters: Changed in place.
-        machine: What decides whether a fusion pays.
-        program: Holds the computations that reductions apply; without it they add.
+        machine: Determines whether a fusion pays off.
+        program: Contains the computations that reductions apply; without it they are additions.
     """
 
     def __init__(
@@ -69,25 +69,25 @@ class PriorityFusion:
         if program is not None:
             self._each = done_by_called(clusters.nodes, machine, program)
         self._works: dict[Cluster, tuple[int, Work]] = {}
-        # What each cluster computes, operands first: a node that two of its readers took in, each
-        # on its own, stands there twice, as XLA's fusions have it.
+        # The nodes that each cluster computes, operands first. A node that two of its readers fused
+        # separately is listed twice, as in XLA's fusions.
         self._emitted: dict[Cluster, list[Node]] = {}
-        # Layers of a model repeat the same kernels: each form is priced once.
+        # Layers of a model repeat the same kernels: each form is evaluated once.
         self._numbers: dict[Hashable, int] = {}
         self._forms: dict[Cluster, tuple[int, int]] = {}
         self._ticks: dict[int, int] = {}  # of a form, without its launch
         self._fitting: dict[int, int | None] = {}  # the same; None if no kernel has the form
-        # Pairs are kept by producer and its version, so that only changed ones are priced again.
+        # Pairs are cached by producer and version, so that only changed ones are evaluated again.
         self._pairs: dict[Cluster, tuple[int, dict[Cluster, _Pair]]] = {}
         self._queue: list[tuple[int, int, int, Cluster]] = []
         self._latest: dict[Cluster, int] = {}
         self._count = 0
-        # When each was made: among equals the last comes first.
+        # Creation order of clusters: among equal gains the last one comes first.
         self._order: dict[Cluster, int] = {}
 
     def run(self) -> None:
         """Fuse until no fusion saves time."""
-        # XLA fuses views first, from the last one on, which makes what reads them anew.
+        # XLA fuses views first, from the last one on, which re-creates their readers.
         plain: list[Cluster] = []
         viewing: list[Cluster] = []
         for cluster in self.clusters.all():
@@ -97,13 +97,13 @@ class PriorityFusion:
         for cluster in plain + viewing:
             self._push(cluster)
         while self._queue:
-            # Entries cannot be removed from a heap: those that a later one replaced are skipped.
+            # Heap entries cannot be removed: entries replaced by later ones are skipped.
             _, _, count, cluster = heapq.heappop(self._queue)
             if self._latest.get(cluster) != count:
                 continue
             users, consumers = self.clusters.users(cluster), self._consumers(cluster)
-            # Gains depend on a cluster's own time and on its readers': neighbours on both sides
-            # change, and so do other producers of the consumers.
+            # A gain depends on the cluster and its readers, so it changes for neighbours on both
+            # sides and for other producers of the consumers.
             touched = dict.fromkeys((*consumers, *self.clusters.producers(cluster)))
             _, known = self._pairs[cluster]
             pairs = [known[consumer] for consumer in consumers]
@@ -132,9 +132,9 @@ class PriorityFusion:
                     self._close(cluster)
 
     def _close(self, rows: Cluster) -> None:
-        """Join a kernel of rows with all that works on these rows, if that has one result.
+        """Fuse a row kernel with all kernels that work on its rows, if the group has one result.
 
-        No one of them may gain by it alone: each would compute the rows again.
+        Fusing only one of them may not pay off, since each would recompute the rows.
         """
         clusters = self.clusters
         group = {id(rows): rows}
@@ -160,9 +160,9 @@ class PriorityFusion:
             clusters.add(Cluster(ends[0].roots, members, rows=True))
 
     def _continues(self, rows: Cluster, user: Cluster) -> bool:
-        """Return whether a reader can go on with the rows that a kernel holds.
+        """Return whether a reader can continue on the rows that a kernel holds.
 
-        Rows of 16 bits and their conversions stay apart, as compiled for an A100.
+        Rows of 16-bit types and their conversions are not fused, as compiled for an A100.
         """
         count = count_of(rows)
         return (
@@ -173,7 +173,7 @@ class PriorityFusion:
         )
 
     def _push(self, cluster: Cluster) -> None:
-        """Queue a producer if fusing it pays."""
+        """Queue a producer if fusing it pays off."""
         self._count += 1
         self._latest[cluster] = self._count
         gain = self._gain(cluster)
@@ -181,12 +181,12 @@ class PriorityFusion:
             heapq.heappush(self._queue, (-gain, -self._order[cluster], self._count, cluster))
 
     def _gain(self, producer: Cluster) -> int | None:
-        """Estimate the ticks that fusing into all readers saves; ``None`` if impossible."""
+        """Estimate the ticks saved by fusing into all readers; ``None`` if impossible."""
         clusters = self.clusters
         root = producer.root
         if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
             return None
-        # Only what one thread can compute per element can move into another kernel.
+        # Only values that one thread can compute per element can be fused into another kernel.
         rows = producer.rows and self._extends(producer)
         consumers = self._consumers(producer)
         if not consumers or not (
@@ -198,7 +198,7 @@ class PriorityFusion:
             return None
         if clusters.fused_products and _is_parted(root, consumers):
             return None
-        # All consumers or none, as in XLA: one that keeps reading the array would keep the kernel.
+        # All consumers or none, as in XLA: one remaining reader of the array would keep its kernel.
         for consumer in consumers:
             if not consumer.consumes:
                 return None
@@ -216,16 +216,16 @@ class PriorityFusion:
                 return None
             apart += pair.apart
             together += pair.joined
-        # A TPU's compiler does not weigh repeated work, and its products read and write any order.
+        # The TPU compiler ignores recomputation, and its products read and write any order.
         if clusters.fused_products and "reduce" not in producer.opcodes:
             return max(apart - together, 1)
         return apart - together
 
     def _consumers(self, producer: Cluster) -> list[Cluster]:
-        """List the readers that count: of an update, no library call that reads a view of it.
+        """List the readers that count; for an update, library calls that read views of it do not.
 
-        XLA leaves bitcasts out, after it has fused those of all other readers. Those behind other
-        ops than updates may have moved up before, which :mod:`simplify` does in part only.
+        XLA ignores bitcasts once it has fused those of all other readers. Bitcasts of other ops may
+        have been moved up before that, which :mod:`simplify` does only in part.
         """
         users = self.clusters.users(producer)
         if producer.root.opcode not in UPDATES:
@@ -233,7 +233,7 @@ class PriorityFusion:
         return [user for user in users if user.consumes or not _views(user, producer.root)]
 
     def _alone(self, cluster: Cluster) -> int:
-        """Ticks of a cluster as it is."""
+        """Return the ticks of a cluster without fusion."""
         form = self._form(cluster)
         ticks = self._ticks.get(form)
         if ticks is None:
@@ -241,7 +241,7 @@ class PriorityFusion:
         return ticks
 
     def _form(self, cluster: Cluster) -> int:
-        """Number of a cluster's form, which all clusters share that do the same work."""
+        """Return the number of a cluster's form, shared by all clusters that do the same work."""
         version, form = self._forms.get(cluster, (-1, 0))
         if version != cluster.version:
             form = self._number(_form_of(cluster))
@@ -249,11 +249,11 @@ class PriorityFusion:
         return form
 
     def _number(self, form: Hashable) -> int:
-        """Short name of a form: that of a joined kernel names those of its two parts."""
+        """Number a form; the form of a fused kernel refers to its two parts by their numbers."""
         return self._numbers.setdefault(form, len(self._numbers))
 
     def _work(self, cluster: Cluster) -> Work:
-        """Work of a cluster as it is, kept until it changes."""
+        """Return the work of a cluster without fusion, cached until the cluster changes."""
         version, work = self._works.get(cluster, (-1, None))
         if work is None or version != cluster.version:
             nodes = self._emitted.get(cluster, cluster.nodes)
@@ -265,7 +265,7 @@ class PriorityFusion:
         return Work([members[i] for i in sorted(members)], roots, self.machine, rows, self._each)
 
     def _joined(self, producer: Cluster, consumer: Cluster) -> _Pair:
-        """Price a consumer alone and with a producer inside."""
+        """Evaluate a consumer alone and with a producer fused into it."""
         places = {node: i for i, node in enumerate((*consumer.inputs, *consumer.nodes))}
         wiring = tuple(map(places.get, (*producer.roots, *producer.inputs, *producer.nodes)))
         form = self._number((self._form(producer), self._form(consumer), wiring))
@@ -277,7 +277,7 @@ class PriorityFusion:
         return _Pair(consumer.version, self._alone(consumer), self._fitting[form], form, work)
 
     def _both(self, producer: Cluster, consumer: Cluster) -> Work:
-        """Work of the consumer with the producer inside."""
+        """Compute the work of the consumer with the producer fused into it."""
         rows = consumer.rows or producer.rows
         if rows == consumer.rows:
             nodes = self._emitted.get(producer, producer.nodes)
@@ -285,7 +285,7 @@ class PriorityFusion:
         return self._evaluate({**producer.members, **consumer.members}, consumer.roots, rows)
 
     def _extends(self, rows: Cluster) -> bool:
-        """Return whether all that read a kernel of rows can go on with the rows that it holds."""
+        """Return whether all readers of a row kernel can continue on the rows that it holds."""
         count = count_of(rows)
         return all(
             works_by_rows(node, count)
@@ -294,7 +294,7 @@ class PriorityFusion:
         )
 
     def _followed(self, producer: Cluster, consumers: list[Cluster]) -> bool:
-        """Return whether a product's one reader works on its elements as they are made."""
+        """Return whether a product's only reader can process its elements as they are computed."""
         if not (self.clusters.fused_products and producer.multiplies and producer.consumes):
             return False
         (reader, *others), size = consumers, producer.root.size
@@ -302,7 +302,7 @@ class PriorityFusion:
             return False
         if reader.rows:
             return True
-        # Nothing on the way from the product to the result may read its elements more than once.
+        # No op from the product to the result may read an element more than once.
         way = {id(producer.root)}
         for node in reader.nodes:
             if any(id(source_of(o)) in way for o in node.operands):
@@ -312,7 +312,7 @@ class PriorityFusion:
         return True
 
     def _finished(self, producer: Cluster, consumers: list[Cluster]) -> bool:
-        """Return whether all that read a sum go on with its own elements, one after the other."""
+        """Return whether all readers of a reduction continue elementwise on its result."""
         if not producer.consumes or producer.rows or self.clusters.fused_products:
             return False
         inside = {id(node) for node in producer.nodes}
@@ -330,7 +330,7 @@ class PriorityFusion:
         by_triton = consumer.rows and not self.clusters.fused_products
         if by_triton and not all(map(is_read_by_rows, producer.members.values())):
             return False
-        # The array that an update writes to has to exist in memory before.
+        # The array that an update writes to must already exist in memory.
         filled = self.clusters.fused_products and splat(root) is not None
         into = [source_of(node.operands[i]) for node in consumer.roots for i in written(node)]
         if not filled and any(array is root for array in into):
@@ -343,7 +343,7 @@ class PriorityFusion:
         inputs = {*producer.inputs, *consumer.inputs} - {root}
         if len(inputs) > MAX_OPERANDS:
             return False
-        # One input of half the size of the reduced array, or more, is allowed: the array itself.
+        # One input at least half as large as the reduced array is allowed: the array itself.
         narrow = narrow_reduction(consumer, self.machine)
         if narrow is None:
             return True
@@ -352,16 +352,16 @@ class PriorityFusion:
 
 
 def _is_parted(root: Node, readers: Iterable[Cluster]) -> bool:
-    """Return whether a TPU's kernels read a value in parts or in another shape, or pad it.
+    """Return whether a TPU's kernels read a value in slices or in another shape, or pad it.
 
-    Its compiler computes nothing in the kernel of a pad, nothing that is read through a reshape,
-    and once what several slices read.
+    The compiler fuses nothing into the kernel of a pad and nothing that is read through a reshape,
+    and computes only once what several slices read.
     """
     slices, own = 0, sorted(squeezed(root.type.shape))
     for node in (node for reader in readers for node in reader.nodes):
         for operand in node.operands:
             if source_of(operand) is root:
-                # A transpose leaves the sizes.
+                # A transpose does not change the sizes.
                 if node.opcode == "pad" or sorted(squeezed(operand.type.shape)) != own:
                     return True
                 slices += node.opcode == "slice"
@@ -369,12 +369,12 @@ def _is_parted(root: Node, readers: Iterable[Cluster]) -> bool:
 
 
 def _views(reader: Cluster, root: Node) -> bool:
-    """Return whether a kernel reads a value through views alone."""
+    """Return whether a kernel reads a value only through views."""
     return not any(operand is root for node in reader.nodes for operand in node.operands)
 
 
 def _form_of(cluster: Cluster) -> Hashable:
-    """Describe what a cluster computes, whatever its inputs are."""
+    """Describe what a cluster computes, independently of its inputs."""
     names: dict[Node, object] = {node: i for i, node in enumerate(cluster.nodes)}
     names.update((node, (i, node.results)) for i, node in enumerate(cluster.inputs))
     ops = []

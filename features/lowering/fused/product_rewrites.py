@@ -1,7 +1,7 @@
-"""Products that become others, or none: those that share an operand, and those with a vector.
+"""Rewrite products that share an operand, products with a vector, and outer products.
 
-Products that share an operand become one (XLA's DotMerger), those with a vector multiplications and
-sums, and outer products multiplications.
+Products that share an operand are merged (XLA's DotMerger), products with a vector become
+multiplies and sums, and outer products become multiplies.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .folding import converted, inverse, is_elementwise, reshape, spread, transp
 from .graph import Graph, Node, rewrite, rewrite_all
 from .reductions import accumulated, product_sizes, summed
 
-#: Products of a matrix with a vector whose operands have fewer elements in a batch than this become
-#: a reduction: the threshold in XLA's dot_strength_reduction.cc. Larger ones are worth a library
-#: call or a Triton kernel; neither takes two vectors.
+#: Products of a matrix with a vector become a reduction if their operands have fewer elements per
+#: batch than this: the threshold in XLA's dot_strength_reduction.cc. Larger ones are worth a
+#: library call or a Triton kernel; neither supports products of two vectors.
 SMALL_PRODUCT = 10_000_000
-#: Products are merged if at least one moves no more bytes than this: the default of
+#: Products are merged only if at least one of them moves no more bytes than this: the default of
 #: ``xla_gpu_dot_merger_threshold_mb``.
 MERGE_BYTES = 32 << 20
 
@@ -27,14 +27,14 @@ MERGE_BYTES = 32 << 20
 def reduce_vector_products(
     graph: Graph, program: Program, smaller_than: int = SMALL_PRODUCT
 ) -> None:
-    """Replace small products with a vector by a multiply and a sum, outer ones by a multiply.
+    """Replace small products with a vector by multiply and sum, outer products by a multiply.
 
     Args:
         graph: Products are canonical
             (:func:`opcast.features.lowering.fused.products.canonical_dots`).
-        program: Takes in the computation that adds two scalars.
-        smaller_than: Elements of the operands of a matrix with a vector, in a batch, from which on
-            it stays a product; of two vectors any size becomes a sum.
+        program: Receives the computation that adds two scalars.
+        smaller_than: Elements of the operands per batch from which on a matrix-vector product is
+            kept; products of two vectors always become sums.
     """
 
     def rule(node: Node) -> Node | None:
@@ -46,14 +46,14 @@ def reduce_vector_products(
 def sum_vector_products(graph: Graph, program: Program, batches: int = 0) -> None:
     """Replace products with a vector by a multiply and a sum, as compilers do.
 
-    A TPU's matrix unit takes matrices alone; a vector has no dimension of its own, not even of size
-    1. Kernels that a GPU's compiler generates have one dimension of batch at most.
+    A TPU's matrix unit takes only matrices; here a vector has no free dimension at all, not even
+    one of size 1. Kernels generated for a GPU support at most one batch dimension.
 
     Args:
-        graph: Its products may have any order of dimensions.
-        program: Takes in the computation that adds two scalars.
-        batches: Dimensions of batch that a product has at least; dimensions of size one are dropped
-            from those that have one.
+        graph: Its products may have any dimension order.
+        program: Receives the computation that adds two scalars.
+        batches: Minimum number of batch dimensions of the products to replace; if positive, free
+            dimensions of size one are dropped first.
     """
 
     def rule(node: Node) -> Node | None:
@@ -67,7 +67,7 @@ def sum_vector_products(graph: Graph, program: Program, batches: int = 0) -> Non
 
 
 def _without_ones(dot: Node) -> Node:
-    """The product without dimensions of size one of its operands' own."""
+    """Drop the free dimensions of size one from the operands of a product."""
     operands, attrs = [], dict(dot.attrs)
     for operand, key in zip(dot.operands, ("lhs", "rhs"), strict=True):
         names = (f"{key}_batch_dims", f"{key}_contracting_dims")
@@ -84,15 +84,15 @@ def _without_ones(dot: Node) -> Node:
 def _vector_sum(
     dot: Node, program: Program, *, ones: bool = True, turned: bool = False
 ) -> Node | None:
-    """The product with a vector as a sum; ``None`` if neither operand is one.
+    """Write a product with a vector as a sum; ``None`` if neither operand is a vector.
 
     Args:
         dot: The product.
-        program: Takes in the computation that adds two scalars.
-        ones: Whether an operand whose own dimensions are of size one is a vector, too.
-        turned: Whether a matrix that comes from a reshape or a transpose is transposed to be summed
-            along rows, as XLA's NormalizeDotOperandToBatchMajorAndContractingMinor does. Without
-            these its layout assignment makes that transpose free.
+        program: Receives the computation that adds two scalars.
+        ones: Whether an operand whose free dimensions have size one counts as a vector, too.
+        turned: Whether a matrix that comes from a reshape or transpose is transposed to be summed
+            along its rows, as in XLA's NormalizeDotOperandToBatchMajorAndContractingMinor. For
+            other matrices XLA's layout assignment makes that transpose free.
     """
     own_dims = range(len(dot.attrs.get("lhs_batch_dims", ())), len(dot.type.shape))
     dropped = [d for d in own_dims if ones and dot.type.shape[d] == 1]
@@ -105,7 +105,7 @@ def _vector_sum(
     alone = [len(o.type.shape) == len(dims) for o, dims in zip(dot.operands, sides, strict=True)]
     if not any(alone):
         return None
-    # Of two vectors either is the matrix.
+    # Of two vectors, the second serves as the matrix.
     own = 0 if alone[0] else 1
     matrix, dims = dot.operands[1 - own], sides[1 - own]
     batch = len(dot.attrs.get("lhs_batch_dims", ()))
@@ -120,7 +120,7 @@ def _vector_sum(
     if not dims[batch:]:
         return None
     kept = [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
-    # XLA sums in the type that it sums products in.
+    # XLA sums in the accumulation type of products.
     product = converted(product, accumulated(dot.type.dtype), dot.source)
     total = summed(product, dims[batch:], program, dot.source)
     total = converted(total, dot.type.dtype, dot.source)
@@ -132,7 +132,7 @@ def _vector_sum(
 
 
 def _is_reshaped(node: Node) -> bool:
-    """Return whether an array comes from a reshape, which XLA gives the default layout."""
+    """Return whether an array comes from a reshape, to which XLA gives the default layout."""
     while is_elementwise(node) and len(node.operands) == 1:
         node = node.operands[0]
     return node.opcode == "reshape"
@@ -143,7 +143,7 @@ def _as_reduction(dot: Node, program: Program, smaller_than: int) -> Node | None
     if depth == 1:
         lhs, rhs = (_spread(dot, side) for side in (0, 1))
         return Node("multiply", [lhs, rhs], dot.results, source=dot.source)
-    # A vector has one row or one column; of outer products (depth 1) any size becomes a loop.
+    # A vector has one row or one column; outer products (depth 1) of any size become loops.
     small = (rows + columns) * depth < smaller_than
     if min(rows, columns) > 1 or (max(rows, columns) > 1 and not small):
         return None
@@ -151,7 +151,7 @@ def _as_reduction(dot: Node, program: Program, smaller_than: int) -> Node | None
 
 
 def _spread(dot: Node, side: int) -> Node:
-    """Spread one side of an outer product to the result's shape."""
+    """Broadcast one side of an outer product to the result's shape."""
     operand = dot.operands[side]
     shape = dot.type.shape
     dims = [len(shape) - 2 + side]
@@ -165,7 +165,7 @@ def _spread(dot: Node, side: int) -> Node:
 
 
 def merge_dots(graph: Graph) -> None:
-    """Merge products that share an operand and do not depend on each other (XLA's DotMerger).
+    """Merge independent products that share an operand (XLA's DotMerger).
 
     The other operands are concatenated, and the result is sliced.
     """
@@ -176,14 +176,14 @@ def merge_dots(graph: Graph) -> None:
             continue
         for side in (0, 1):
             attrs = tuple(sorted((k, repr(v)) for k, v in node.attrs.items()))
-            # Operands that are concatenated need one dtype.
+            # Operands can be concatenated only if they have the same dtype.
             other = node.operands[1 - side].type.dtype
             key = (id(node.operands[side]), side, attrs, node.type.dtype, other)
             groups.setdefault(key, []).append(node)
     replaced: dict[int, Node] = {}
     order = Dependence(nodes)
     for (_, side, *_rest), dots in groups.items():
-        # A product that was merged by its left operand is not merged again by its right one.
+        # A product merged by its left operand is not merged again by its right operand.
         chosen = _independent([d for d in dots if id(d) not in replaced], order)
         if len(chosen) > 1:
             _merge(chosen, side, replaced)
@@ -193,11 +193,11 @@ def merge_dots(graph: Graph) -> None:
 
 
 def _independent(dots: list[Node], order: Dependence) -> list[Node]:
-    """Choose products that can be one: none reads another's result, and not all are large."""
+    """Choose products that can be merged: independent of each other, and not all of them large."""
     chosen: list[Node] = []
     for dot in dots:
         small = _moved(dot) <= MERGE_BYTES
-        # DotMerger joins two if at least one is small: large ones fill the device alone.
+        # DotMerger merges two products if at least one is small: large ones fill the device alone.
         if chosen and not small and not any(_moved(c) <= MERGE_BYTES for c in chosen):
             continue
         if not any(order.needs(dot, other) or order.needs(other, dot) for other in chosen):
@@ -210,7 +210,7 @@ def _moved(dot: Node) -> int:
 
 
 class Dependence:
-    """Which node needs which, while products are merged.
+    """Dependences between nodes while products are merged.
 
     Args:
         nodes: All nodes, operands first.
@@ -219,12 +219,12 @@ class Dependence:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._position = {id(node): place for place, node in enumerate(nodes)}
         self._merged: dict[int, list[Node]] = {}
-        # Stretches of the order that merged products reach over, ascending; none touch.
+        # Sorted, disjoint ranges of the node order that merged products span.
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     def merge(self, dots: list[Node]) -> None:
-        """Let each of some products need what any of them needs, as one kernel does."""
+        """Make each of some products depend on the operands of all, as in a single kernel."""
         self._merged.update((id(dot), dots) for dot in dots)
         places = [self._position[id(dot)] for dot in dots]
         start, end = min(places), max(places)
@@ -236,8 +236,8 @@ class Dependence:
 
     def needs(self, node: Node, other: Node) -> bool:
         """Return whether ``node`` depends on ``other``."""
-        # Operands stand before their users. Only products that are merged lead back to a later
-        # node, and none of them leads out of its stretch: what stands before cannot need ``other``.
+        # Operands precede their users. Only merged products lead back to a later node, and none
+        # leads out of its range: earlier nodes cannot depend on ``other``.
         limit = self._position[id(other)]
         stretch = bisect_right(self._starts, limit) - 1
         if stretch >= 0 and self._ends[stretch] >= limit:
@@ -270,7 +270,7 @@ def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
     shape[along] = sum(other.type.shape[along] for other in others)
     kind = TensorType(others[0].type.dtype, tuple(shape))
     joined = Node("concatenate", others, (kind,), {"dimensions": (along,)}, source=first.source)
-    # Shared left operand: results lie side by side in columns; shared right one: in rows.
+    # With a shared left operand the results are adjacent columns; with a shared right one, rows.
     column = len(first.type.shape) - 1 - side
     result = list(first.type.shape)
     result[column] = shape[along]

@@ -1,6 +1,6 @@
-"""Reductions: long ones in two steps, deep products in parts; odd products padded.
+"""Split long reductions into two steps and deep products into parts, and pad odd products.
 
-Long reductions are split so that enough threads take part (XLA's TreeReductionRewriter).
+Splitting long reductions occupies enough threads (XLA's TreeReductionRewriter).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .folding import converted, is_elementwise, padded, reduced, reshape, splat_
 from .graph import Graph, Node, rewrite
 from .machine import Machine
 
-#: Most elements that one pass sums without atomics: 1024 threads of 16, 32 threads of 128
+#: Most elements that one pass sums without atomics: 1024 threads × 16, or 32 threads × 128
 #: (ReductionDimensionRaceFreeBound in XLA's reduction_utils.cc).
 MAX_ROW = 16_384
 MAX_COLUMN = 4_096
 
 
 def split_reductions(graph: Graph) -> None:
-    """Reduce dimensions that lie apart one after the other, and long ones in two steps."""
+    """Reduce non-adjacent dimensions one after the other, and long dimensions in two steps."""
     for node in graph.nodes():
         if node.opcode == "reduce":
             for step in (*_apart(node), node):
@@ -41,9 +41,9 @@ def split_reductions(graph: Graph) -> None:
 
 
 def _apart(node: Node) -> list[Node]:
-    """Let ``node`` reduce one run of neighbouring dimensions, and new nodes the longer ones first.
+    """Make ``node`` reduce one run of adjacent dimensions, and new nodes reduce longer runs first.
 
-    So does XLA's ReductionSplitter, but for reductions of several arrays at once.
+    XLA's ReductionSplitter does the same, except for reductions of several arrays.
     """
     steps: list[Node] = []
     while reduction(node).shape is Shape.SCATTERED and not node.is_tuple:
@@ -51,7 +51,7 @@ def _apart(node: Node) -> list[Node]:
         shape, dims = value.type.shape, sorted(node.attrs["dimensions"])
         runs: list[list[int]] = []
         for d in dims:
-            # Dimensions of size one take no memory: they do not part a run.
+            # Dimensions of size one take no memory: they do not interrupt a run.
             if runs and prod(shape[runs[-1][-1] + 1 : d]) == 1:
                 runs[-1].append(d)
             else:
@@ -66,9 +66,9 @@ def _apart(node: Node) -> list[Node]:
 
 
 def parts_of(length: int) -> tuple[int, int]:
-    """Number of parts and elements in each: the least padding from a power of two to the root."""
-    # Both steps are then about as long. A power of two saves divisions in the kernel's indexing, so
-    # it wins among equal paddings (XLA's TreeReductionRewriter).
+    """Return number and length of parts near the square root of a length, with least padding."""
+    # Near the square root both steps are about as long. A power of two saves divisions in the
+    # index computation, so it wins ties (XLA's TreeReductionRewriter).
     root = isqrt(length)
     candidates = range(1 << (root.bit_length() - 1), root + 1)
     parts = min(candidates, key=lambda k: (-(-length // k) * k - length, k))
@@ -86,7 +86,7 @@ def _split(node: Node) -> None:
     shape = node.operands[0].type.shape
     before = tuple(s for d, s in enumerate(shape) if d < dims[0])
     after = tuple(s for d, s in enumerate(shape) if d > dims[-1])
-    # The summed dimensions are not side by side (size-one dimensions between them): left as it is.
+    # Summed dimensions that are separated by dimensions of size one: left unchanged.
     if len(before) + len(after) + len(dims) != len(shape):
         return
     starts = node.operands[count:]
@@ -114,23 +114,23 @@ def _split(node: Node) -> None:
 def _in_parts(
     value: Node, start: Node, before: tuple[int, ...], after: tuple[int, ...], reduced: Reduction
 ) -> Node:
-    """Split the operand's summed dimensions into parts and what is summed first."""
+    """Split the summed dimensions of the operand into parts and the elements summed first."""
     parts, rest = parts_of(reduced.length)
     flat = reshape(value, (*before, reduced.length, *after))
     config = [(0, 0, 0)] * len(flat.type.shape)
     config[len(before)] = (0, parts * rest - reduced.length, 0)
     flat = padded(flat, config, start, value.source)
-    # Columns are cut so that neighbours stay side by side; rows, so that each part is contiguous.
+    # Split columns so that neighbours stay adjacent, and rows so that each part is contiguous.
     inner = (rest, parts) if reduced.shape is Shape.COLUMN else (parts, rest)
     return reshape(flat, (*before, *inner, *after))
 
 
-#: Multiple to which library GEMMs in 16 bits are padded for the matrix units (CublasPadForGemms).
+#: Multiple to which 16-bit library GEMMs are padded for the matrix units (CublasPadForGemms).
 PADDED_TO = 8
 
 
 class _SplitCost(NamedTuple):
-    """What XLA counts for a FLOP, a byte of a product and of the sum of its parts, and the sum."""
+    """XLA's costs of a FLOP, of a byte of the product and of the sum of parts, and of that sum."""
 
     flop: float
     byte: float
@@ -138,31 +138,31 @@ class _SplitCost(NamedTuple):
     launch: float
 
 
-#: Its constants by the least compute capability × 10, and rows and columns of its tiles (XLA of JAX
-#: 0.10; 96 products compiled for A100, H100 and B200 have the parts that they give).
+#: XLA's costs by minimum compute capability × 10, and the side of its tiles (XLA of JAX 0.10;
+#: they reproduce the parts of 96 products compiled for A100, H100 and B200).
 _SPLIT_COSTS = {
     100: _SplitCost(100.0, 0.0848863, 189.711, 1.21563e8),
     90: _SplitCost(100.0, 0.194136, 193.1384, 4.36e7),
     0: _SplitCost(100.0, 0.0666955, 467.815, 5.65307e7),
 }
 _TILE = 128
-#: Parts that it tries.
+#: Numbers of parts that XLA tries.
 _PARTS = tuple(1 << i for i in range(12))
-#: FLOPs that it counts for a multiply-add of an algorithm of so many products.
+#: FLOPs that XLA counts for a multiply-add, by the number of products in its algorithm.
 _STEP_FLOPS = {1: 2, 3: 12, 6: 20, 9: 28}
-#: Bytes that the depth of a part is padded to a multiple of.
+#: The depth of a part is padded to a multiple of this many bytes.
 _ALIGNED = 16
 
 
 def split_products(graph: Graph, machine: Machine, program: Program) -> None:
     """Split the contracted dimension of products that leave cores idle, and sum the parts.
 
-    XLA does so where products can be generated kernels, not for the libraries.
+    XLA does so for products that can have generated kernels, not for library calls.
 
     Args:
-        graph: Products are canonical.
-        machine: Its cores are to be filled.
-        program: Takes in the computation that adds two scalars.
+        graph: Its products are canonical.
+        machine: Its number of cores determines the parts.
+        program: Receives the computation that adds two scalars.
     """
 
     def rule(node: Node) -> Node | None:
@@ -173,14 +173,14 @@ def split_products(graph: Graph, machine: Machine, program: Program) -> None:
 
 
 def _depth_parts(dot: Node, machine: Machine) -> int:
-    """Parts that a product's depth is split into: the choice of XLA's SplitkRewriter."""
+    """Return the number of parts into which XLA's SplitkRewriter splits a product's depth."""
     if any(o.type.dtype in ("s32", "u32") for o in dot.operands):
         return 1
     weights = next(w for least, w in _SPLIT_COSTS.items() if machine.capability >= least)
     batch, rows, columns, depth = product_sizes(dot)
     left, right = (DTYPE_BITS[_stored(o).type.dtype] / 8 for o in dot.operands)
     if not batch * rows * columns:
-        # XLA leaves no product of an empty result.
+        # XLA removes products with empty results.
         return 1
     result = DTYPE_BITS[dot.type.dtype] / 8
     wide = DTYPE_BITS[accumulated(dot.type.dtype)] / 8
@@ -191,7 +191,7 @@ def _depth_parts(dot: Node, machine: Machine) -> int:
     made = batch * rows * columns
 
     def cost(parts: int) -> float:
-        """In XLA's unit."""
+        """Return the cost in XLA's units."""
         waves = max(1.0, parts * tiles / (machine.cores * _TILE**2 / tile))
         flops = step * tile * ceil(depth / parts) * waves
         written = made * result if parts == 1 else parts * made * wide
@@ -204,19 +204,19 @@ def _depth_parts(dot: Node, machine: Machine) -> int:
 
 
 def accumulated(dtype: str) -> str:
-    """The type that products of a result's type are summed in."""
+    """Return the accumulation type of products with a result type."""
     return "f32" if dtype_family(dtype) in (HALF, FLOAT8) else dtype
 
 
 def _stored(node: Node) -> Node:
-    """The array that an operand is computed from by ops of one operand each."""
+    """Return the array from which an operand is computed by unary elementwise ops."""
     while is_elementwise(node) and len(node.operands) == 1:
         node = node.operands[0]
     return node
 
 
 def _in_depth_parts(dot: Node, parts: int, program: Program) -> Node:
-    """Multiply part by part, a batch each, and sum the results in 32 bits."""
+    """Multiply the parts as a batched product, and sum the results in 32 bits."""
     operands, attrs = [], dict(dot.attrs)
     narrowest = min(DTYPE_BITS[_stored(operand).type.dtype] for operand in dot.operands)
     aligned = max(8 * _ALIGNED // narrowest, 1)
@@ -241,7 +241,7 @@ def _in_depth_parts(dot: Node, parts: int, program: Program) -> Node:
 
 
 def pad_products(graph: Graph) -> None:
-    """Pad products in 16-bit floats whose sizes are no multiple of eight, and slice the result."""
+    """Pad 16-bit products whose sizes are not multiples of eight, and slice the result."""
     rewrite(graph, lambda node: _padded(node) if node.opcode == "dot" else None)
 
 
@@ -254,12 +254,12 @@ def product_sizes(dot: Node) -> tuple[int, int, int, int]:
 
 
 def adder(program: Program, dtype: str) -> str:
-    """Name of a computation of ``program`` that adds two scalars; made if it is not there."""
+    """Return the name of a computation that adds two scalars, which is made on first use."""
     return combiner(program, "add", dtype)
 
 
 def combiner(program: Program, opcode: str, dtype: str) -> str:
-    """Name of a computation that combines two scalars by an op; made if it is not there."""
+    """Return the name of a computation that applies a binary op, which is made on first use."""
     name = f"opcast.{opcode}.{dtype}"
     if name not in program.computations:
         kind = TensorType(dtype)
@@ -282,7 +282,7 @@ def summed(value: Node, dims: Sequence[int], program: Program, source: Source | 
 
 
 def _padded(dot: Node) -> Node | None:
-    # XLA pads products of 16-bit types only.
+    # XLA pads only products of 16-bit types.
     if dot.operands[0].type.dtype not in ("bf16", "f16"):
         return None
     if all(size % PADDED_TO == 0 for size in product_sizes(dot)[1:]):

@@ -1,9 +1,9 @@
-"""Reshapes moved below what they feed, and arrays joined by maxima, as a TPU's compiler does.
+"""Move reshapes below their readers and write concatenations as maxima, as on TPUs.
 
-A group norm splits the channels of an image, which lie in lanes. The compiler computes on the image
-as it is stored: it sums whole dimensions before the split, and spreads what it repeats over the
-dimensions from before. Joined arrays are the maximum of each, padded with the least value. The
-rules were read off small programs that were compiled for a v5e.
+A group norm splits the channels of an image, which are in the lanes. The compiler works on the
+image as it is stored: it sums whole dimensions before the split, and broadcasts to the dimensions
+from before the split. A concatenation becomes the maximum of its parts, padded with the least
+value. The rules were read off small programs compiled for a v5e.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .folding import converted, is_elementwise, padded, reduced, reshape, simpli
 from .graph import Graph, Node, constant, rewrite_all
 from .orders import groups_of
 
-#: The least value of a family of types, other than floats.
+#: Least value of each family of types other than floats.
 _LEAST = {"p": False, "u": 0, "s": -(2**31)}
 
 
@@ -83,7 +83,7 @@ def _below(node: Node) -> Node | None:
 
 
 def _converted_parts(node: Node) -> Node | None:
-    """Convert what is joined instead of the whole, to fewer bits."""
+    """Convert the parts of a concatenation instead of the whole, if that narrows the type."""
     joined, dtype = node.operands[0], node.type.dtype
     if DTYPE_BITS[dtype] >= DTYPE_BITS[joined.type.dtype]:
         return None
@@ -92,7 +92,7 @@ def _converted_parts(node: Node) -> Node | None:
 
 
 def _from_before(operand: Node, before: tuple[int, ...], shape: tuple[int, ...]) -> Node | None:
-    """The value in the shape before a reshape; ``None`` if that takes a reshape of all of it."""
+    """Return the value in the shape before a reshape; ``None`` if all of it must be reshaped."""
     if not operand.type.shape:
         return operand
     if operand.opcode == "reshape" and operand.operands[0].type.shape == before:
@@ -104,7 +104,7 @@ def _from_before(operand: Node, before: tuple[int, ...], shape: tuple[int, ...])
     met = [group for group in groups_of(before, shape) if not set(own).isdisjoint(group[1])]
     needed = sorted(d for _, after in met for d in after)
     sizes = tuple(shape[d] for d in needed)
-    # What the split parts is repeated along the missing parts first, as long as that is little.
+    # Repeat along the missing parts of a split dimension first, as long as that array is small.
     if needed != own and 2 * prod(sizes) > prod(shape):
         return None
     small = reshape(small, tuple(shape[d] for d in own), operand)
@@ -116,7 +116,7 @@ def _from_before(operand: Node, before: tuple[int, ...], shape: tuple[int, ...])
 
 
 def _summed(node: Node) -> Node | None:
-    """Reduce the whole dimensions of what a reshape splits first, then the parts."""
+    """Reduce whole dimensions before the reshape that splits others, then the split parts."""
     view = node.operands[0]
     if node.is_tuple or len(node.operands) != 2 or view.opcode != "reshape":
         return None
@@ -129,7 +129,7 @@ def _summed(node: Node) -> Node | None:
     first = sorted(d for group, _ in whole for d in group)
     made = reduced(node, inner, first)
     done = {d for _, after in whole for d in after}
-    # Dimensions of size one that are reduced too are not left.
+    # Reduced dimensions of size one are done, too.
     done |= {d for d in gone if shape[d] == 1}
     left = [d for d in range(len(shape)) if d not in done]
     parts = [i for i, d in enumerate(left) if d in gone]

@@ -1,6 +1,6 @@
-"""Normalisations of rows (reduce, broadcast, combine) as one kernel, before loops are fused.
+"""Fuse row normalisations (reduce, broadcast, combine) into one kernel, before loops are fused.
 
-As in XLA's SoftmaxRewriterTriton; its compiler for TPUs joins fewer of them.
+The rules are those of XLA's SoftmaxRewriterTriton; the TPU compiler fuses fewer of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .clusters import Cluster, Clusters, Shape, reduction, source_of
 from .folding import is_elementwise, splat
 from .graph import Node
 
-#: Ops that Triton, whose kernels those of rows are, does not read through (triton_support.cc).
+#: Ops that Triton, which generates the row kernels, does not fuse (triton_support.cc).
 _NOT_BY_ROWS = frozenset(
     ("concatenate", "dynamic-slice", "dynamic-update-slice", "gather", "pad", "reverse")
 )
@@ -21,9 +21,9 @@ class _Diamond(NamedTuple):
     """A chain of diamonds.
 
     Attributes:
-        top: The value that the first one begins with.
-        members: Nodes of its kernel.
-        ends: Those whose values the kernel writes.
+        top: The value from which the first diamond starts.
+        members: Nodes of the kernel.
+        ends: Nodes whose values the kernel writes.
     """
 
     top: Node
@@ -34,8 +34,8 @@ class _Diamond(NamedTuple):
 def fuse_softmax(clusters: Clusters) -> None:
     """Make clusters of chains of diamonds: ``f(x, broadcast(g(reduce(x))))`` along rows.
 
-    On TPUs of arrays of three dimensions or more, and without ``g``. What a product reads there, it
-    combines itself.
+    On TPUs only arrays of rank three or more qualify, ``g`` must be absent, and the last step is
+    left to a product that reads the result.
 
     Args:
         clusters: One op each; changed in place.
@@ -46,13 +46,13 @@ def fuse_softmax(clusters: Clusters) -> None:
         if diamond is None:
             continue
         top, members = diamond
-        # Softmax is two diamonds, a maximum and a sum: the second begins where the first ends.
+        # Softmax is two diamonds, a maximum and a sum: the second starts where the first ends.
         above, chain = _climb(clusters, top, diamonds)
         ends = [node]
         if clusters.fused_products and _feeds_product(clusters, node):
             if above is None:
                 continue
-            # The product divides: the kernel ends with what is summed, and the sums.
+            # The product divides: the kernel ends with the summed values and the sums.
             members = [next(n for n in members if n.opcode == "reduce")]
             ends = [top, *members]
         if above is not None:
@@ -77,7 +77,7 @@ def _join(clusters: Clusters, members: list[Node], ends: list[Node]) -> None:
 
 
 def _feeds_product(clusters: Clusters, node: Node) -> bool:
-    """Return whether products alone read a value, perhaps in another type."""
+    """Return whether only products read a value, possibly after a conversion."""
     readers = list(clusters.readers.get(id(node), {}).values())
     while len(readers) == 1 and readers[0].root.opcode == "convert":
         node = readers[0].root
@@ -86,12 +86,12 @@ def _feeds_product(clusters: Clusters, node: Node) -> bool:
 
 
 def is_single(clusters: Clusters, node: Node) -> bool:
-    """Return whether only one op reads a node's value."""
+    """Return whether a node's value has exactly one reader."""
     return id(node) not in clusters.kept and len(clusters.readers.get(id(node), {})) == 1
 
 
 def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
-    """Find the top and members of the diamond that ends in ``node``."""
+    """Find the top and the members of the diamond that ends in ``node``."""
     if len(node.operands) != 2 or not is_elementwise(node) or node.called:
         return None
     for side in (0, 1):
@@ -99,7 +99,7 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
         if narrow.opcode != "broadcast" or splat(narrow) is not None:
             continue
         shape = narrow.type.shape
-        # Only a broadcast along the last dimension undoes a reduction of rows; dimensions of size
+        # Only a broadcast along the last dimension matches a reduction of rows; dimensions of size
         # one take no memory.
         dims = [d for d in narrow.attrs.get("dimensions", ()) if shape[d] != 1]
         outer = [d for d, size in enumerate(shape[:-1]) if size != 1]
@@ -107,7 +107,7 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
             continue
         chain = [node, narrow]
         inner = source_of(narrow.operands[0])
-        # Between reduction and broadcast: scale, epsilon, square root of a norm.
+        # Between reduction and broadcast: scale, epsilon, or square root of a norm.
         while is_elementwise(inner) and is_single(clusters, inner) and len(inner.operands) <= 2:
             chain.append(inner)
             following = [source_of(o) for o in inner.operands if splat(o) is None]
@@ -118,11 +118,11 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
             continue
         if inner.opcode != "reduce" or not is_single(clusters, inner) or len(inner.operands) != 2:
             continue
-        # Triton's kernel keeps one row in a block: it must be contiguous.
+        # Triton's kernel keeps a row in one block: the row must be contiguous.
         if reduction(inner).shape is not Shape.ROW or len(inner.attrs["dimensions"]) != 1:
             continue
-        # Either may work on what the two have in common: without bf16 arithmetic the combining op
-        # stands between conversions, the reduction need not.
+        # Elementwise ops may precede both sides: without bf16 arithmetic the combining op is
+        # enclosed in conversions, while the reduction need not be.
         beside, above = _path(clusters, wide), _path(clusters, source_of(inner.operands[0]))
         inside = {id(n) for n in beside}
         upwards = next((i for i, n in enumerate(above) if id(n) in inside), None)
@@ -134,7 +134,7 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
 
 
 def _path(clusters: Clusters, node: Node) -> list[Node]:
-    """Climb through ops on one value that only their reader needs; the first is ``node``."""
+    """Climb through unary ops that only their reader needs; the first is ``node``."""
     path = [node]
     while is_elementwise(node) and is_single(clusters, node):
         following = {id(source_of(o)): source_of(o) for o in node.operands if splat(o) is None}
@@ -164,10 +164,10 @@ def _constants(clusters: Clusters, nodes: list[Node]) -> list[Node]:
 def _climb(
     clusters: Clusters, top: Node, diamonds: dict[int, _Diamond]
 ) -> tuple[Node | None, list[Node]]:
-    """Find the end of an earlier diamond above ``top``, and the ops between."""
+    """Find the end of an earlier diamond above ``top``, and the ops between the two."""
     chain: list[Node] = []
     node = top
-    # A reader beside the reduction and the combining op would need the value in memory.
+    # A reader other than the reduction and the combining op would need the value in memory.
     if not _two_users(clusters, top):
         return None, []
     while id(node) not in diamonds:
@@ -184,20 +184,20 @@ def _climb(
 
 
 def is_read_by_rows(node: Node) -> bool:
-    """Return whether Triton computes an op: it has no unsigned integers, as random bits are."""
+    """Return whether Triton can compute an op; unsigned integers (random bits) are excluded."""
     return node.opcode not in _NOT_BY_ROWS and not node.type.dtype.startswith("u")
 
 
 def count_of(rows: Cluster) -> int:
-    """Rows of a kernel of rows."""
+    """Count the rows that a row kernel processes."""
     widest = max(rows.members.values(), key=lambda node: node.size)
     return widest.size // widest.type.shape[-1]
 
 
 def works_by_rows(node: Node, count: int) -> bool:
-    """Return whether an op works on whole rows, one beside the other, of which there are so many.
+    """Return whether an op works on each of ``count`` rows independently.
 
-    Sums over the rows need what other blocks make.
+    Sums across the rows need results from other blocks.
     """
     if node.opcode == "reduce":
         along = tuple(node.attrs["dimensions"]) == (len(node.operands[0].type.shape) - 1,)

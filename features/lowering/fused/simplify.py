@@ -1,9 +1,9 @@
-"""Simplifications that change kernels, as XLA makes them before it fuses.
+"""Simplifications that change kernels, as XLA makes them before fusion.
 
 They follow its AlgebraicSimplifier, HloCSE and HloDCE.
 
-Rewrites run over a graph in topological order until nothing changes. Only those are here that
-change what is computed or moved; a rewrite that fusion would hide anyway is left out.
+Rewrites run over a graph in topological order until nothing changes. Only rewrites that change what
+is computed or moved are included; those that fusion would hide anyway are left out.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..xla_collectives import IMPURE, PURE_COLLECTIVES
 from .folding import fold, is_splat, simplify_view, splat, splat_node
 from .graph import Graph, Key, Node
 
-#: Rounds after which rewriting stops even if it has not settled. Engineering estimate.
+#: Rounds after which rewriting stops even if the graph still changes. Engineering estimate.
 _MAX_ROUNDS = 4
-#: Ops between a node and the furthest operand that a rule on the node looks at.
+#: Number of ops between a node and the furthest operand that a rule for the node examines.
 _RULE_DEPTH = 3
-#: Ops that do not count, since rules look through chains of them for a repeated constant.
+#: Ops not counted in that depth, since rules look through chains of them for a splat constant.
 _REPEATS = frozenset(("broadcast", "reshape"))
-#: Largest order of a polygamma function whose factor, a factorial, an f32 holds.
+#: Largest order of a polygamma function for which an f32 can hold the factorial factor.
 _MAX_ORDER = 33
 #: First letters of float and complex types: f32, bf16, c64.
 _FLOATS = ("f", "b", "c")
@@ -33,7 +33,7 @@ def simplify(graph: Graph, program: Program) -> None:
 
     Args:
         graph: The graph.
-        program: Has the computations that its nodes call.
+        program: Contains the computations that the graph's nodes call.
     """
     for _ in range(_MAX_ROUNDS):
         changed, nested = _round(graph, program)
@@ -45,10 +45,10 @@ def simplify(graph: Graph, program: Program) -> None:
 
 
 def _round(graph: Graph, program: Program) -> tuple[bool, bool]:
-    """Simplify each node once; returns whether any changed, and whether any has graphs."""
+    """Simplify each node once; return whether any changed, and whether any has inner graphs."""
     replaced: dict[Node, Node] = {}
     known: dict[Key, Node] = {}
-    # Nodes that stand for all equal ones.
+    # Representatives of sets of equal nodes.
     settled: set[Node] = set()
     distance: dict[Node, int] = {}
     changed = nested = False
@@ -67,8 +67,8 @@ def _round(graph: Graph, program: Program) -> tuple[bool, bool]:
         target = node if rewritten is None else rewritten
         if rewritten is not None:
             _fresh(rewritten, known, settled)
-        # Common subexpressions, as HloCSE: ops come in topological order, so operands are merged
-        # already.
+        # Common subexpression elimination, as in HloCSE: nodes are visited in topological order, so
+        # their operands are already merged.
         same = target
         if key is None and _pure(target):
             key = _key(target)
@@ -88,9 +88,9 @@ def _distance(node: Node, key: Key | None, distance: Mapping[Node, int]) -> int:
     """Count the ops from a node up to the nearest one that changed since no rule applied to it.
 
     Args:
-        node: The node; its operands are counted already.
-        key: What distinguished it then; ``None`` if a rule applied, or it was not there.
-        distance: Those of other nodes.
+        node: The node; the distances of its operands are known.
+        key: Its key when no rule applied; ``None`` if one did, or the node is new.
+        distance: Distances of other nodes.
     """
     if key is None or key[1] != tuple(node.operands):
         return 0
@@ -99,7 +99,7 @@ def _distance(node: Node, key: Key | None, distance: Mapping[Node, int]) -> int:
 
 
 def _fresh(node: Node, known: dict[Key, Node], settled: set[Node]) -> None:
-    """Replace a rewrite's new operands by equal nodes that are there already."""
+    """Replace the new operands that a rewrite made by equal nodes that already exist."""
     for i, operand in enumerate(node.operands):
         if operand in settled or operand.opcode not in ("constant", "broadcast", "reshape"):
             continue
@@ -111,13 +111,13 @@ def _fresh(node: Node, known: dict[Key, Node], settled: set[Node]) -> None:
 
 def _pure(node: Node) -> bool:
     if node.opcode == "constant":
-        # Of several of one type whose values are not kept, numbers alone tell which are equal.
+        # If constants are stored without their values, only their numbers identify equal ones.
         return node.attrs.get("value") is not None or "number" in node.attrs
     return not node.graphs and node.opcode not in _IMPURE
 
 
-# Random numbers, transfers and collectives differ though they look equal; custom calls may have
-# side effects.
+# Random numbers, transfers and collectives can look equal but differ; custom calls may have side
+# effects.
 _IMPURE = IMPURE | PURE_COLLECTIVES
 
 
@@ -127,7 +127,7 @@ def _key(node: Node) -> Key:
 
 
 def _rewrite(node: Node, program: Program) -> Node | None:
-    """Find a simpler node of the same value; ``None`` if there is none."""
+    """Return a simpler node with the same value; ``None`` if there is none."""
     if node.opcode == "add":
         summed = _scatter_into(node, program)
         if summed is not None:
@@ -150,9 +150,9 @@ def _binary(opcode: str, like: Node, *operands: Node) -> Node:
 
 
 def _scatter_into(node: Node, program: Program) -> Node | None:
-    """Scatter into the other summand what is added up in zeros.
+    """Turn a scatter into zeros that is then added to an array into a scatter into that array.
 
-    So come gradients of embeddings; XLA then updates the other summand in place.
+    Gradients of embeddings have this form; XLA then updates the array in place.
     """
     for this, other in (node.operands, node.operands[::-1]):
         if this.opcode != "scatter" or this.is_tuple or this is other:
@@ -166,7 +166,7 @@ def _scatter_into(node: Node, program: Program) -> Node | None:
 
 
 def _negative_sum(node: Node, program: Program) -> Node | None:
-    """Negate a sum instead of what it adds up, as come gradients of softmax."""
+    """Negate a sum instead of its summands, which occurs in gradients of softmax."""
     if node.is_tuple or node.operands[0].opcode != "negate" or not _adds(node, program):
         return None
     if not is_splat(node.operands[1], 0):
@@ -177,17 +177,17 @@ def _negative_sum(node: Node, program: Program) -> Node | None:
 
 
 def _adds(user: Node, program: Program) -> bool:
-    """Return whether a scatter or reduction adds."""
+    """Return whether a scatter or reduction adds elements."""
     only = program.computations[user.called[0]].only_op if user.called else None
     return only is not None and only.opcode == "add" and len(set(only.operands)) == 2
 
 
-#: Operands that change nothing, by opcode.
+#: Identity operands by opcode.
 _NEUTRAL: dict[str, float | bool] = {"add": 0, "multiply": 1, "maximum": -inf, "and": True}
 
 
 def _neutral(node: Node) -> Node | None:
-    """Drop an addition of 0, a factor of 1, the maximum with the least value, and the like."""
+    """Remove an addition of 0, a multiplication by 1, a maximum with -inf, and the like."""
     wanted = _NEUTRAL[node.opcode]
     for this, other in (node.operands, node.operands[::-1]):
         value = splat(this)
@@ -197,7 +197,7 @@ def _neutral(node: Node) -> Node | None:
 
 
 def _add(node: Node) -> Node | None:
-    """Turn ``a + (-b)`` into a difference."""
+    """Turn ``a + (-b)`` into ``a - b``."""
     for this, other in (node.operands, node.operands[::-1]):
         if this.opcode == "negate":
             return _binary("subtract", node, other, this.operands[0])
@@ -205,7 +205,7 @@ def _add(node: Node) -> Node | None:
 
 
 def _multiply(node: Node) -> Node | None:
-    """Multiply by one constant where there are two, or by its opposite what is negated."""
+    """Merge two constant factors into one, or negate the factor of a negated operand."""
     for this, other in (node.operands, node.operands[::-1]):
         factor = splat(this)
         if factor is None or not node.type.dtype.startswith("f"):
@@ -222,7 +222,7 @@ def _multiply(node: Node) -> Node | None:
 
 
 def _masked(node: Node) -> Node | None:
-    """Choose between a value and zero instead of multiplying it by a converted predicate."""
+    """Turn a multiplication by a converted predicate into a select of the value or zero."""
     for this, other in (node.operands, node.operands[::-1]):
         if this.opcode == "convert" and this.operands[0].type.dtype == "pred":
             return _binary("select", node, this.operands[0], other, splat_node(0, node.type))
@@ -230,7 +230,7 @@ def _masked(node: Node) -> Node | None:
 
 
 def _clamp(node: Node) -> Node | None:
-    """Clamp what is bounded by constants from both sides."""
+    """Turn a minimum and a maximum with constants into a clamp."""
     other = "minimum" if node.opcode == "maximum" else "maximum"
     for bound, inner in (node.operands, node.operands[::-1]):
         if inner.opcode != other or splat(bound) is None:
@@ -259,7 +259,7 @@ def _divide(node: Node) -> Node | None:
     if not node.type.dtype.startswith(_FLOATS):
         return None
     value = splat(rhs)
-    # As XLA does for floats. The last bit of the result may differ, which costs do not depend on.
+    # As XLA does for floats. The last bit of the result may differ, which does not affect cost.
     if isinstance(value, float | int) and value and value not in (inf, -inf):
         return _binary("multiply", node, lhs, splat_node(1.0 / value, node.type))
     if rhs.opcode == "sqrt":
@@ -289,7 +289,7 @@ def _square(node: Node) -> Node | None:
 
 
 def _polygamma(node: Node) -> Node | None:
-    """Turn ``ψ⁽ⁿ⁾(x)`` of a known order into ``(-1)ⁿ⁺¹ n! ζ(n + 1, x)``."""
+    """Turn ``ψ⁽ⁿ⁾(x)`` with a constant order into ``(-1)ⁿ⁺¹ n! ζ(n + 1, x)``."""
     order = splat(node.operands[0])
     if not isinstance(order, int | float) or not 1 <= order <= _MAX_ORDER or order % 1:
         return None
@@ -303,7 +303,7 @@ def _convert(node: Node) -> Node | None:
     inner = node.operands[0]
     if inner.type.dtype == node.type.dtype:
         return inner
-    # There and back is nothing, if the way there lost no bits; of floats, even if it did
+    # A round trip is an identity if the first conversion is lossless; for floats even if it is not
     # (SimplifyFPConversions, by xla_allow_excess_precision, which is on).
     if inner.opcode == "convert" and inner.operands[0].type.dtype == node.type.dtype:
         first = inner.operands[0]
@@ -312,11 +312,11 @@ def _convert(node: Node) -> Node | None:
     return None
 
 
-#: Types of floats whose detour over fewer bits the compiler drops, with the wider one.
+#: Float types (wider one second) whose round trip through fewer bits the compiler removes.
 _FLOATING = frozenset(
     (narrow, wide) for narrow in ("bf16", "f16", "f8e4m3fn", "f8e5m2") for wide in ("f32", "f64")
 )
-#: Pairs of types of which the second holds each value of the first.
+#: Pairs of types of which the second can represent every value of the first.
 _WIDER = _FLOATING | {("f32", "f64"), ("s32", "s64"), ("u32", "u64")}
 _WIDER |= {("pred", wide) for wide in ("s32", "f32", "bf16")}
 
@@ -334,7 +334,7 @@ def _negate(node: Node) -> Node | None:
 
 
 def _reduce(node: Node) -> Node | None:
-    """Turn reductions of nothing into reshapes; reduce the operand of a transpose instead of it."""
+    """Turn reductions of nothing into reshapes, and reduce the operand of a transpose directly."""
     if len(node.results) != 1 or len(node.operands) != 2:
         return None
     source = node.operands[0]
@@ -345,7 +345,7 @@ def _reduce(node: Node) -> Node | None:
         return None
     order = tuple(source.attrs["dimensions"])
     kept = [order[d] for d in range(len(order)) if d not in dims]
-    # The result would come transposed.
+    # The result would be transposed.
     if kept != sorted(kept):
         return None
     attrs = {**node.attrs, "dimensions": tuple(sorted(order[d] for d in dims))}
@@ -354,7 +354,7 @@ def _reduce(node: Node) -> Node | None:
 
 
 def _dynamic_slice(node: Node) -> Node | None:
-    """Make a slice if all start indices are known."""
+    """Turn a dynamic slice into a slice if all start indices are known."""
     starts = [splat(start) for start in node.operands[1:]]
     if any(start is None for start in starts):
         return None
@@ -362,14 +362,14 @@ def _dynamic_slice(node: Node) -> Node | None:
     sizes = node.type.shape
     limits = []
     for start, size, full in zip(starts, sizes, source.type.shape, strict=True):
-        # HLO clamps starts so that a slice stays inside.
+        # HLO clamps start indices so that a slice stays in bounds.
         begin = max(0, min(int(start), full - size))
         limits.append((begin, begin + size, 1))
     return Node("slice", [source], node.results, {"slice": tuple(limits)}, source=node.source)
 
 
 def _tuple_element(node: Node) -> Node | None:
-    """Read an element of a loop's state that the body does not change before the loop."""
+    """Read loop state that the body does not change from the loop's operand."""
     loop = node.operands[0]
     index = int(node.attrs["index"])
     if loop.opcode != "while":

@@ -1,7 +1,7 @@
-"""Transposes moved below what they feed, so that fewer are left, or later.
+"""Move transposes below the ops that read them, so that fewer remain or they come later.
 
-Those whose readers can all take the order from before, as XLA's ReshapeMover; those of products and
-convolutions also where XLA's layouts would spread.
+Transposes move if all of their readers can use the untransposed order, as in XLA's ReshapeMover;
+those of products and convolutions also move as XLA's layouts would propagate.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .clusters import source_of
 from .folding import is_elementwise, reduced, spread, transposed
 from .graph import Graph, Node, rewrite, users_of
 
-#: Ops in a row that a transpose is moved below at most. Engineering estimate: XLA repeats its
+#: Most consecutive ops that a transpose is moved below. Engineering estimate: XLA repeats its
 #: simplifications until nothing changes.
 _ROUNDS = 16
 
 
 @dataclass(frozen=True)
 class _Later:
-    """Values that come from products behind the one at a place in the graph."""
+    """Values computed from products that come after the product at index ``place``."""
 
     origin: Mapping[int, int]
     place: int
@@ -34,7 +34,7 @@ _NONE = _Later({}, 0)
 
 
 def move_transposes(graph: Graph) -> None:
-    """Move transposes below elementwise ops all of whose operands can have the order from before.
+    """Move transposes below elementwise ops if all their operands can use the untransposed order.
 
     Args:
         graph: Changed in place; loops and branches are not entered.
@@ -47,9 +47,9 @@ def move_transposes(graph: Graph) -> None:
 
 
 def _movable(graph: Graph) -> set[int]:
-    """Ops, by ``id``, that move above the transposes that they read, with all their readers."""
+    """Return the ops, by ``id``, that can move above the transposes they read, with all readers."""
     nodes = graph.nodes()
-    # Those of products spread further (sink_transposes).
+    # Transposes of products are moved further (sink_transposes).
     transposes = [n for n in nodes if n.opcode == "transpose" and not _is_product(n.operands[0])]
     if not transposes:
         return set()
@@ -58,7 +58,7 @@ def _movable(graph: Graph) -> set[int]:
     found = {key for key, user in readers.items() if _takes_order(user)}
     left = transposes
     while left:
-        # One reader that needs the transpose keeps it for all.
+        # A single reader that needs the transpose keeps it for all readers.
         held = [t for t in left if id(t) in kept or any(id(u) not in found for u in users[id(t)])]
         left = [t for t in left if t not in held]
         before = len(found)
@@ -73,7 +73,7 @@ def _is_product(node: Node) -> bool:
 
 
 def _takes_order(node: Node) -> bool:
-    """Return whether an elementwise op can have the order from before its operands' transposes."""
+    """Return whether an elementwise op can use the untransposed order of its operands."""
     if not is_elementwise(node) or node.called:
         return False
     orders = {tuple(o.attrs["dimensions"]) for o in node.operands if o.opcode == "transpose"}
@@ -101,31 +101,31 @@ def _below(node: Node) -> Node:
     return Node("transpose", [inner], node.results, {"dimensions": order}, source=node.source)
 
 
-#: How many ops back from an operand its order is looked for. Engineering estimate: it bounds the
-#: search where elementwise ops form long chains.
+#: Depth of the search for an operand's order. Engineering estimate: it bounds the search in long
+#: chains of elementwise ops.
 _DEPTH = 6
 
 
 def sink_transposes(graph: Graph) -> None:
     """Move transposes of products and convolutions below elementwise ops and reductions.
 
-    Where two products meet in different orders, that of the earlier one goes on, as in XLA's
-    GpuLayoutAssignment, which lets the earliest layouts spread first.
+    Where two products with different orders meet, the order of the earlier product is used, as in
+    XLA's GpuLayoutAssignment, which propagates the earliest layouts first.
     """
     sinkable: set[int] = set()
-    # The first of the products that elementwise ops lead to, by its place in the graph.
+    # Index of the first product that leads to a value through elementwise ops.
     origin: dict[int, int] = {}
 
     def rule(node: Node) -> Node | None:
         _follow(origin, node)
         if node.opcode == "transpose":
-            # Only their layouts are fixed by a library; other transposes are fused anyway.
+            # Only their layouts are set by a library; other transposes are fused anyway.
             if _is_product(node.operands[0]):
                 sinkable.add(id(node))
             return None
         made = _sunk(node, sinkable, origin)
         if made is not None:
-            if made.type.shape:  # a scalar may stand beside operands of any shape
+            if made.type.shape:  # scalars go with operands of any shape
                 sinkable.add(id(made))
             if id(node) in origin:
                 origin[id(made)] = origin[id(node)]
@@ -135,7 +135,7 @@ def sink_transposes(graph: Graph) -> None:
 
 
 def _follow(origin: dict[int, int], node: Node) -> None:
-    """Note which product a value comes from."""
+    """Record the first product that a value is computed from."""
     if node.opcode in ("dot", "convolution"):
         origin[id(node)] = len(origin)
     elif node.opcode == "transpose" or is_elementwise(node):
@@ -145,7 +145,7 @@ def _follow(origin: dict[int, int], node: Node) -> None:
 
 
 def _sunk(node: Node, sinkable: set[int], origin: Mapping[int, int]) -> Node | None:
-    """Do an op before transposing; ``None`` if an operand does not allow it."""
+    """Apply an op before the transpose of its operand; ``None`` if another operand prevents it."""
     first = next((o for o in node.operands if id(o) in sinkable), None)
     if first is None:
         return None
@@ -166,16 +166,16 @@ def _turned_result(
     depth: int,
     movable: _Later,
 ) -> Node | None:
-    """Do an elementwise op on turned operands; ``None`` if it is none, or one cannot be turned.
+    """Apply an elementwise op to untransposed operands; ``None`` if that is impossible.
 
-    Those of ``movable`` are transposed if they cannot be turned.
+    Operands in ``movable`` are transposed explicitly if necessary.
     """
     if not is_elementwise(node) or node.called:
         return None
     operands = []
     for operand in node.operands:
         turned = _turned(operand, order, depth, movable)
-        # Conversions still have the product's own order.
+        # Conversions still have the order of the product.
         if turned is None and movable.has(operand) and node.opcode != "convert":
             turned = transposed(operand, [order.index(d) for d in range(len(order))])
         if turned is None:
@@ -196,8 +196,8 @@ def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:
 
 
 def _turned(node: Node, order: tuple[int, ...], depth: int, movable: _Later) -> Node | None:
-    """Turn a value to the order from before a transpose by ``order``; ``None`` if that costs."""
-    # Scalars have no order.
+    """Return a value in the order before a transpose by ``order``; ``None`` if that has a cost."""
+    # Scalars have no dimension order.
     if not node.type.shape:
         return node
     if node.opcode == "transpose":
@@ -215,7 +215,7 @@ def _turned(node: Node, order: tuple[int, ...], depth: int, movable: _Later) -> 
 
 
 def _turned_transpose(node: Node, order: tuple[int, ...]) -> Node:
-    """Make another transpose of the same value: at worst it takes a kernel, as this one would."""
+    """Make another transpose of the same value: at worst it takes one kernel, as this one does."""
     dims = [0] * len(order)
     for d, place in zip(node.attrs["dimensions"], order, strict=True):
         dims[place] = d

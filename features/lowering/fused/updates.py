@@ -1,8 +1,8 @@
-"""Updates in place in the order of the product that reads them.
+"""Give in-place updates the dimension order of the product that reads them.
 
-XLA's layout assignment gives the operands of a product the layout that it needs, and what leads to
-them follows. The array that an update writes to has the layout of its result. An argument and a
-result of the program keep their own layouts, so that they are transposed before and behind.
+XLA's layout assignment gives the operands of a product the layout that it needs, and propagates it
+to the ops that compute them. The array that an update writes to has the layout of its result.
+Program arguments and results keep their layouts, so they are transposed before and after.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from .folding import inverse, is_elementwise, reshape, splat, spread, transposed
 from .graph import Graph, Node, rewrite
 from .loops import copy_start
 
-#: Updates whose dimensions can change places.
+#: Updates whose dimensions can be permuted.
 _TURNED = UPDATES & {"dynamic-update-slice", "scatter"}
-#: Ops, besides those of :func:`_above`, whose operand has their order in a loop.
+#: Ops, besides those of :func:`_above`, whose operand has the order of the result in a loop.
 _SEEN_THROUGH = frozenset(("dynamic-slice", "reshape"))
 
-#: Dimensions, the outermost first.
+#: Dimensions, outermost first.
 Order = tuple[int, ...]
 
 
 def turn_updates(graph: Graph) -> None:
-    """Move transposes that products need above the updates that they read.
+    """Move transposes that products need above the updates that the products read.
 
     Args:
         graph: Products are canonical
@@ -33,7 +33,7 @@ def turn_updates(graph: Graph) -> None:
             not entered.
     """
     nodes = graph.nodes()
-    # The first product decides, as in XLA's GpuLayoutAssignment.
+    # The first product determines the order, as in XLA's GpuLayoutAssignment.
     wanted: dict[int, Order] = {}
     for node in nodes:
         if node.opcode in PRODUCTS:
@@ -57,12 +57,12 @@ def turn_updates(graph: Graph) -> None:
 def turn_loop_state(graph: Graph) -> None:
     """Give arrays that loops update in place the order of the products that read them.
 
-    Caches stacked by layer are transposed once before and once after the loop: the layout of a
-    loop's state, unlike that of arguments and results, is XLA's to choose.
+    Caches stacked by layer are transposed once before and once after the loop: unlike the layout of
+    arguments and results, XLA can choose the layout of loop state.
 
     Args:
-        graph: The entry; products have any order of dimensions. Loops inside of loops are left
-            alone.
+        graph: The entry; its products may have any dimension order. Nested loops are left
+            unchanged.
     """
     nodes = graph.nodes()
     for loop in nodes:
@@ -84,7 +84,7 @@ def turn_loop_state(graph: Graph) -> None:
 
 
 def _state_orders(body: Graph) -> dict[int, Order]:
-    """Orders of the dimensions of state that products read through an update, by its index."""
+    """Find the orders in which products read updated loop state, by its index."""
     places = {id(node): i for i, node in enumerate(body.parameters)}
     orders: dict[int, Order] = {}
     reached: dict[int, Order] = {}
@@ -100,7 +100,7 @@ def _state_orders(body: Graph) -> dict[int, Order]:
                     orders[i] = order
                 updated |= _is_update(node)
     for i, output in enumerate(body.outputs):
-        # Arrays of which a loop writes a slice each time, such as a layer's new cache.
+        # Arrays of which each iteration writes a slice, such as the new cache of a layer.
         if _is_update(output) and output.operands[0] is body.parameters[i] and i not in orders:
             part = output.operands[1]
             if id(source_of(part)) in reached:
@@ -110,10 +110,10 @@ def _state_orders(body: Graph) -> dict[int, Order]:
 
 
 def _read_order(dot: Node, side: int) -> Order:
-    """Order of an operand's dimensions: those of the batch first.
+    """Return the order in which a product reads an operand: batch dimensions first.
 
-    A matrix that a vector is multiplied by is summed along its rows, as XLA's
-    NormalizeDotOperandToBatchMajorAndContractingMinor has it.
+    A matrix multiplied by a vector is summed along its rows, as in XLA's
+    NormalizeDotOperandToBatchMajorAndContractingMinor.
     """
     keys = ("lhs", "rhs")
     batch, summed = (
@@ -130,7 +130,7 @@ def _read_order(dot: Node, side: int) -> Order:
 
 
 def _without_ones(order: Order, shape: Sequence[int], before: Sequence[int]) -> Order:
-    """The order on the other side of a reshape that adds or drops ones; empty for others."""
+    """Return the order across a reshape that only adds or drops ones; empty for other reshapes."""
     kept, left = ([d for d, size in enumerate(s) if size != 1] for s in (shape, before))
     if [shape[d] for d in kept] != [before[d] for d in left]:
         return ()
@@ -139,7 +139,7 @@ def _without_ones(order: Order, shape: Sequence[int], before: Sequence[int]) -> 
 
 
 def _read_turned(graph: Graph, node: Node, order: Order) -> None:
-    """Change the order of a value's dimensions, and let its readers see the order from before."""
+    """Permute the dimensions of a value, and give its readers a transpose back."""
     back = {"dimensions": inverse(order)}
     view = Node("transpose", [node], node.results, back, source=node.source)
     for user in graph.nodes():
@@ -149,7 +149,7 @@ def _read_turned(graph: Graph, node: Node, order: Order) -> None:
 
 
 def _above_transpose(node: Node) -> Node | None:
-    """Move an update, a slice, or a reshape that drops ones above a transpose of what it reads."""
+    """Move an update, a slice, or a reshape that drops ones above the transpose of its operand."""
     first = node.operands[0] if node.operands else node
     if first.opcode != "transpose":
         return None
@@ -177,14 +177,14 @@ def _is_update(node: Node) -> bool:
 
 
 def _above(node: Node) -> Node | None:
-    """The operand that has the layout of an op's result; ``None`` if none has."""
+    """Return the operand whose layout determines an op's layout; ``None`` if there is none."""
     if node.opcode == "transpose" or is_elementwise(node) or _is_update(node):
         return max(node.operands, key=lambda operand: operand.size, default=None)
     return None
 
 
 def _made_of(node: Node) -> Node | None:
-    """The update that a value is made of by element-wise ops and transposes, if any."""
+    """Return the update that leads to a value by elementwise ops and transposes, if any."""
     found: Node | None = node
     while found is not None and not _is_update(found):
         found = _above(found)
@@ -194,12 +194,12 @@ def _made_of(node: Node) -> Node | None:
 def _way_up(
     node: Node, order: Order, through: Collection[str] = ()
 ) -> Iterator[tuple[Node, Order]]:
-    """Yield what a value comes from, each with the order of its dimensions that gives the value's.
+    """Yield a value and the values it derives from, each with its corresponding dimension order.
 
     Args:
         node: The value, which comes first.
-        order: The order of its dimensions.
-        through: Ops, besides those of :func:`_above`, whose operand has their order.
+        order: The dimension order of the value.
+        through: Ops, besides those of :func:`_above`, whose operand has the order of the result.
     """
     found: Node | None = node
     while found is not None:
@@ -213,9 +213,9 @@ def _way_up(
 
 
 def _want(operand: Node, wanted: dict[int, Order]) -> None:
-    """Note the order in which a product reads each update that its operand comes from.
+    """Record the order in which a product reads each update that its operand derives from.
 
-    A reshape in front of them keeps its own layout, and so does what is above it.
+    A reshape in between keeps its layout, and so do the values above it.
     """
     start = source_of(operand)
     for node, order in _way_up(start, tuple(range(len(start.type.shape)))):
@@ -224,7 +224,7 @@ def _want(operand: Node, wanted: dict[int, Order]) -> None:
 
 
 def _turned(node: Node, order: Sequence[int]) -> Node:
-    """Make the transpose of a value, above what it is made by where that is possible."""
+    """Transpose a value, if possible above the ops that compute it."""
     if node.opcode == "transpose":
         dims = node.attrs["dimensions"]
         return transposed(node.operands[0], [dims[d] for d in order], node.source)
@@ -240,7 +240,7 @@ def _turned(node: Node, order: Sequence[int]) -> Node:
 
 
 def _turned_update(node: Node, order: Sequence[int]) -> Node:
-    """Update the array in another order of its dimensions."""
+    """Apply an update to the array with its dimensions permuted."""
     kind = node.type._replace(shape=tuple(node.type.shape[d] for d in order))
     array = _turned(node.operands[0], order)
     if node.opcode == "dynamic-update-slice":
@@ -254,7 +254,7 @@ def _turned_update(node: Node, order: Sequence[int]) -> Node:
         if name in attrs:
             attrs[name] = tuple(place[d] for d in attrs[name])
     attrs["inserted_window_dims"] = tuple(sorted(attrs["inserted_window_dims"]))
-    # The dimensions of an update's window follow those of the array.
+    # The window dimensions of an update are in the order of the array's dimensions.
     gone = {*node.attrs["inserted_window_dims"], *node.attrs.get("input_batching_dims", ())}
     kept = [d for d in range(len(order)) if d not in gone]
     window = dict(zip(kept, node.attrs["update_window_dims"], strict=True))
@@ -266,14 +266,14 @@ def _turned_update(node: Node, order: Sequence[int]) -> Node:
 
 
 def copy_read_later(clusters: Clusters) -> None:
-    """Add the copies of arrays that kernels update in place and others read later.
+    """Insert copies of arrays that kernels update in place but others read later.
 
-    Readers come before the update where they can. Those whose results only the caller takes come
-    last if the program then needs less memory: of the orders that XLA's DefaultMemoryScheduler
-    tries, such are the list scheduler's and the depth-first one.
+    Readers run before the update if possible. Readers whose results only the caller uses run last
+    if the program then needs less memory: of the orders that XLA's DefaultMemoryScheduler tries,
+    the list scheduler's and the depth-first one do this.
 
     Args:
-        clusters: Kernels of the entry, fused already.
+        clusters: Kernels of the entry after fusion.
     """
     needs = Dependences(clusters)
     open_: list[tuple[Cluster, Node, list[Cluster]]] = []
@@ -303,7 +303,7 @@ def copy_read_later(clusters: Clusters) -> None:
 
 
 def _depth_first(clusters: Clusters) -> dict[int, float]:
-    """Places of kernels, by ``id``, if each comes as late as its first reader allows."""
+    """Number the kernels, by ``id``, with each as late as its first reader allows."""
     order: dict[int, float] = {}
     for end in [c for c in clusters.all() if not clusters.users(c)]:
         stack = [end]
@@ -317,7 +317,7 @@ def _depth_first(clusters: Clusters) -> dict[int, float]:
 
 
 def _peak(clusters: Clusters, order: Mapping[int, float]) -> int:
-    """Most bytes that the results of kernels take at once, updates in place not counted."""
+    """Return the peak bytes of kernel results; in-place updates are not counted."""
     kernels = sorted(clusters.all(), key=lambda c: order[id(c)])
     kept = {id(_array(node)) for node in clusters.graph.outputs}
     last: dict[int, int] = {}
@@ -338,7 +338,7 @@ def _peak(clusters: Clusters, order: Mapping[int, float]) -> int:
 
 
 def _array(node: Node) -> Node:
-    """The node that makes the memory of a value."""
+    """Return the node that allocates the memory of a value."""
     node = owner(node)
     while node.opcode in UPDATES and not node.is_tuple:
         node = owner(node.operands[0])

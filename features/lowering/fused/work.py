@@ -1,8 +1,8 @@
-"""Time of a fused kernel, roughly: what decides whether fusing pays.
+"""Estimate the time of a fused kernel, which decides whether a fusion pays off.
 
-The model has the form of XLA's GPU performance model: bytes at the memory's bandwidth, repeated
-reads at the cache's, arithmetic at the vector units' rate, both mostly overlapped, a fixed cost for
-each launch, and less of everything if too few blocks run.
+The model has the form of XLA's GPU performance model: bytes at memory bandwidth, repeated reads at
+cache bandwidth, arithmetic at the rate of the vector units, both mostly overlapped, a fixed cost
+per launch, and lower rates if too few blocks run.
 """
 
 from __future__ import annotations
@@ -19,61 +19,61 @@ from .graph import Node
 from .heroes import hero_of, turns_minor, turns_tiles
 from .machine import Machine
 
-#: Steps of a second in which XLA counts time (absl::Duration): smaller differences are none.
+#: Ticks per second in which XLA measures time (absl::Duration); smaller differences are ignored.
 _TICKS = 4e9
-#: Ticks that one more kernel costs: the microsecond that XLA's GpuPerformanceModel assumes for a
-#: launch, not what a launch takes on the device (its floor).
+#: Ticks of an additional kernel: the microsecond that XLA's GpuPerformanceModel assumes per launch,
+#: not the launch overhead of the device.
 LAUNCH = 4000
 
-# The form is that of XLA's GpuPerformanceModel, on which PriorityFusion bases its choice. The times
-# only rank fusions against each other; no prediction is made from them.
-#: Share of the shorter of memory and compute time that is hidden behind the longer one:
+# The form is that of XLA's GpuPerformanceModel, on which PriorityFusion bases its decisions. The
+# times only rank fusions against each other; no prediction is made from them.
+#: Fraction of the shorter of memory and compute time that overlaps with the longer one:
 #: kMemoryComputeParallelism in XLA's gpu_performance_model_base.h.
 _OVERLAP = 0.95
-#: Bandwidth of L2 over the main memory's: kL2CacheSpeedup, same file.
+#: Ratio of L2 to main memory bandwidth: kL2CacheSpeedup, same file.
 _CACHE_SPEED_UP = 2.5
-#: Bandwidth of L1 over L2, and bytes of L1 that count for a core: kL1CacheSpeedup and
-#: kL1CacheSizePerSM, same place.
+#: Ratio of L1 to L2 bandwidth, and bytes of L1 per core: kL1CacheSpeedup and kL1CacheSizePerSM,
+#: same file.
 _L1_SPEED_UP = 8.0
 _L1_BYTES = 2048
-#: Bytes of a memory transaction, of which an uncoalesced read uses one element
+#: Bytes of a memory transaction, of which an uncoalesced read uses a single element
 #: (kDRAMToL2TransactionSizeBytes).
 _SECTOR = 64
-#: Threads of a loop kernel's block, and most elements of each; threads that a multiprocessor holds,
-#: below which each has one element (ComputeLoopFusionConfig in XLA's gpu_fusible.cc).
+#: Threads per block of a loop kernel, and most elements per thread; threads per multiprocessor,
+#: below which each thread computes one element (ComputeLoopFusionConfig in XLA's gpu_fusible.cc).
 _THREADS, _UNROLLED, _HELD = 128, 4, 2048
-#: Bytes that a block moves in a cycle: an SM issues at most one 32-byte transaction a clock
+#: Bytes that a block moves per cycle: an SM issues at most one 32-byte transaction per clock
 #: (AdjustBandwidth in XLA's gpu_performance_model_base.cc).
 _BYTES_PER_CYCLE = 32.0
-#: Cycles of an element-wise op by compute capability, the one that stands in for others, and what
-#: an op counts that is not listed, as on any other type than these (GetFlopsForElementwiseOp).
+#: Cycles of elementwise ops by compute capability, the capability used for others, and the cycles
+#: of unlisted ops or types (GetFlopsForElementwiseOp).
 _CYCLES = own_data("features/lowering/fused/cycles.toml")
 _USUAL_CAPABILITY, _CYCLES_OF_OTHERS = "86", 3.0
 _PROFILED = frozenset(("f16", "f32", "f64"))
 _IDLE = frozenset(("constant", "copy", "dynamic-update-slice", "parameter", "tuple"))
 #: Ops that apply a computation.
 _CALLING = FOLDS | {"map"}
-#: Ops of which each reader reads other elements, so that what they need adds up.
+#: Ops whose readers each read different elements, so that the elements they need add up.
 _MOVING = ops_with(lambda spec: spec.placed and spec.operands > 0)
-#: Most ops that the code of one kernel has, emitted twice or not (kMaxIRSize in XLA's
+#: Most ops in the code of one kernel, duplicates included (kMaxIRSize in XLA's
 #: gpu_hlo_cost_analysis.h).
 MAX_CODE = 10_000
-#: Cycles of an element of a joined array, and where warps cross the border between two of them;
-#: threads of a warp (HandleConcatenate in XLA's gpu_hlo_cost_analysis.cc).
+#: Cycles per element of a concatenation, without and with warps that cross from one operand to the
+#: next; threads per warp (HandleConcatenate in XLA's gpu_hlo_cost_analysis.cc).
 _JOIN_CYCLES, _CROSSING_CYCLES, _WARP = 6.0, 400.0, 32
 
 
 class _Read(NamedTuple):
-    """An array that an op reads: for ``count`` elements, ``count × times / per + fixed`` of it.
+    """Read of an operand: ``count × times / per + fixed`` elements for ``count`` results.
 
     Attributes:
         key: ``id`` of the node that makes it.
         times: Elements of the operand that are read for ...
-        per: ... so many of the result.
-        fixed: Elements that are read whatever the count.
-        size: Elements of the array.
-        width: Bytes of each.
-        apart: Whether it shares no loads with the reads of other ops: what they need adds up.
+        per: ... this many elements of the result.
+        fixed: Elements that are read independently of the count.
+        size: Number of elements of the array.
+        width: Bytes per element.
+        apart: Whether it shares no loads with the reads of other ops, so that they add up.
     """
 
     key: int
@@ -86,14 +86,14 @@ class _Read(NamedTuple):
 
 
 class Each(NamedTuple):
-    """What an op does, whichever kernel computes it.
+    """Work of an op, independent of the kernel that computes it.
 
     Attributes:
-        cycles: Cycles of an element that goes in.
-        factor: Elements that go in for one that comes out.
-        turns: Whether neighbouring results read elements that lie apart.
-        reads: Arrays that it reads.
-        in_place: How many of these, from the first on, it writes to instead where it is a root.
+        cycles: Cycles per input element.
+        factor: Input elements per output element.
+        turns: Whether adjacent results read elements that are not adjacent.
+        reads: Reads of its operands.
+        in_place: Number of leading operands that it overwrites instead of reading if it is a root.
     """
 
     cycles: float
@@ -104,7 +104,7 @@ class Each(NamedTuple):
 
 
 def done_by_called(nodes: Iterable[Node], machine: Machine, program: Program) -> dict[int, Each]:
-    """Describe what ops do by computations of a program, by ``id`` of their nodes."""
+    """Describe the work of ops that call computations of a program, by ``id`` of their nodes."""
     costs: dict[str, float] = {}
     found = {}
     for node in nodes:
@@ -118,7 +118,7 @@ def done_by_called(nodes: Iterable[Node], machine: Machine, program: Program) ->
 
 
 def _done_by(node: Node, machine: Machine, called: float | None = None) -> Each:
-    """Describe what an op does; ``called`` are the cycles of the computation that it applies."""
+    """Describe the work of an op; ``called`` is the cycle count of the computation it applies."""
     opcode = node.opcode
     factor = 1.0
     if opcode == "reduce":
@@ -129,7 +129,7 @@ def _done_by(node: Node, machine: Machine, called: float | None = None) -> Each:
     for position, operand in enumerate(node.operands):
         source = source_of(operand)
         width = DTYPE_BITS[source.type.dtype] / 8
-        # Each reader has its own copy of a repeated constant, which XLA reads for each element.
+        # Each reader has a separate copy of a splat constant, which XLA reads for each element.
         apart = opcode in _MOVING or _is_splat(source)
         needed = _needed(node, position)
         if opcode in FOLDS and 2 * position >= len(node.operands):
@@ -146,7 +146,7 @@ def _done_by(node: Node, machine: Machine, called: float | None = None) -> Each:
 
 
 def _cycles(opcode: str, kind: TensorType, machine: Machine) -> float:
-    """Cycles of an element that goes into an op; of a reduction, those of an addition."""
+    """Return the cycles per input element of an op; for a reduction, those of an addition."""
     if opcode in PLACED or opcode in _IDLE:
         return 0.0
     if opcode in FOLDS:
@@ -160,18 +160,18 @@ def _cycles(opcode: str, kind: TensorType, machine: Machine) -> float:
 
 
 def _is_splat(node: Node) -> bool:
-    """Return whether a node repeats a constant."""
+    """Return whether a node broadcasts a constant."""
     return node.opcode == "broadcast" and source_of(node.operands[0]).opcode == "constant"
 
 
 def _crosses(joined: Node) -> bool:
-    """Return whether warps run over the border between two arrays that are joined."""
+    """Return whether warps cross the boundary between two concatenated arrays."""
     along = joined.attrs["dimensions"][0]
     return along > 0 and any(o.type.shape[along] % _WARP for o in joined.operands)
 
 
 def _needed(node: Node, position: int) -> tuple[float, float, float]:
-    """Elements of an operand that an op needs: ``times``, ``per`` and ``fixed`` of a read."""
+    """Return ``times``, ``per`` and ``fixed`` of the read of an operand (:class:`_Read`)."""
     size = node.operands[position].size
     if node.opcode in ("concatenate", "pad"):
         return size, max(1, node.size), 0.0
@@ -184,33 +184,33 @@ def _needed(node: Node, position: int) -> tuple[float, float, float]:
     return 1.0, 1.0, 0.0
 
 
-#: What a kernel needs of a value, by the walk that reads it: elements, and how often their code is
-#: emitted. Readers of one walk, that of the results or of a value whose elements are moved, share
+#: Demand of a kernel for a value, by the walk that reads it: elements, and how often their code is
+#: emitted. Readers in one walk, from the results or from a value whose elements are moved, share
 #: loads and code (``elementwise_use_roots_`` in XLA's gpu_hlo_cost_analysis.cc).
 _Walks = dict[int, tuple[float, float]]
-#: Those, elements of the value, and bytes of each.
+#: Demand by walk, number of elements of the value, and bytes per element.
 _Need = tuple[_Walks, float, float]
-#: The walk over the results.
+#: The walk from the results.
 _RESULTS = 0
 
 
 class Work:
-    """Work of a kernel: elements that it computes and reads, found from its results backwards.
+    """Work of a kernel: elements that it computes and reads, traced back from its results.
 
     Args:
-        members: Nodes of the kernel, operands before users; one whose code is emitted twice, for
-            readers that do not share it, stands there twice.
-        roots: Nodes whose values it writes.
-        machine: Runs it.
+        members: Nodes of the kernel, operands before users; a node whose code is emitted twice, for
+            readers that do not share it, is listed twice.
+        roots: Nodes whose values the kernel writes.
+        machine: The machine that runs it.
         shared: Whether each value is computed once, however often it is read (softmax kernels).
-        known: What each op does, by its node's ``id``; it is filled. Nodes may not change between
-            kernels that share it.
+        known: Cache of the work of each op by its node's ``id``, filled here. Nodes must not change
+            between kernels that share it.
 
     Attributes:
-        blocks: Thread blocks that it starts.
-        cycles: Cycles of all its arithmetic.
-        written: Bytes that it writes.
-        needs: What it needs of nodes outside, by their ``id``.
+        blocks: Number of thread blocks.
+        cycles: Total arithmetic cycles.
+        written: Bytes written.
+        needs: Demand for the values of outside nodes, by their ``id``.
     """
 
     __slots__ = (
@@ -228,7 +228,7 @@ class Work:
     ) -> None:
         members = list(members)
         self._machine = machine
-        # A kernel of rows has a block for some rows, whatever it writes.
+        # A row kernel has one block per group of rows, whatever it writes.
         rows = [node for node in members if node.opcode == "reduce"] if shared else []
         self.blocks = self._blocks([*roots, *rows] if shared else _sums(members, roots) or roots)
         self.written = sum(map(_written, roots))
@@ -241,17 +241,17 @@ class Work:
         self._add(members, frozenset(self.needs))
 
     def with_producer(self, members: Iterable[Node]) -> Work:
-        """Work of a kernel that also computes a value that this one reads.
+        """Compute the work of this kernel with the producer of one of its inputs fused into it.
 
         Args:
-            members: Nodes that make the value, operands before users. Those that this kernel
-                computes, too, are computed again.
+            members: Nodes that compute the value, operands before users. Nodes that this kernel
+                computes as well are computed again.
         """
         joined, members = Work.__new__(Work), list(members)
         joined._machine, joined._shared, joined._known = self._machine, self._shared, self._known
         joined._members, joined._roots = [*members, *self._members], self._roots
         joined._turns = self._turns
-        # A sum that this one goes on with decides how the kernel runs.
+        # A sum on which this kernel continues determines how the kernel runs.
         sums = _sums(members, members[-1:])
         joined.blocks = self._blocks(sums) if sums and not self._shared else self.blocks
         joined.written = self.written
@@ -264,16 +264,16 @@ class Work:
         return max([1, *[blocks_of(node, self._machine) for node in nodes]])
 
     def _add(self, members: Sequence[Node], roots: frozenset[int]) -> None:
-        """Add the work of nodes, and need what they read instead of them."""
+        """Add the work of nodes, and replace demand for them by demand for their operands."""
         needs, known = self.needs, self._known
-        # Users before operands: when a node is visited, everything wanted of it has been added.
+        # Users before operands: when a node is visited, its demand is complete.
         for node in reversed(members):
             need = needs.pop(id(node), None)
             if need is None:
                 continue
             walks = need[0]
             count, paths = map(sum, zip(*walks.values(), strict=True))
-            # A softmax kernel keeps rows on the chip: nothing is computed twice.
+            # A softmax kernel keeps rows on chip: nothing is computed twice.
             if self._shared and count > node.size:
                 count = node.size
                 walks = {_RESULTS: (float(count), paths)}
@@ -304,23 +304,23 @@ class Work:
 
     @property
     def code(self) -> float:
-        """Ops in its code, its inputs among them; what is emitted twice counts twice."""
+        """Count the ops in its code, including inputs; duplicated code counts twice."""
         inputs = [copies for walks, _, _ in self.needs.values() for _, copies in walks.values()]
         return self._code + sum(inputs)
 
     def ticks(self) -> int:
         """Estimate the time of one execution without its launch, in quarters of a nanosecond."""
         machine = self._machine
-        # Too few blocks cannot saturate the memory, nor the caches.
+        # Too few blocks cannot saturate memory or caches.
         most = self.blocks * machine.clock * _BYTES_PER_CYCLE
         memory = round(self.written / machine.bandwidth * _TICKS)
-        # XLA counts no read as coalesced where the minor dimension is another one (its
-        # IsReadCoalescedHeuristic), unless tiles are turned in shared memory.
+        # XLA treats no read as coalesced if the minor dimension changes (IsReadCoalescedHeuristic),
+        # unless tiles are transposed in shared memory.
         apart = self._turns and not turns_tiles(self._members, self._roots)
         for walks, size, width in self.needs.values():
             total = sum([elements for elements, _ in walks.values()]) * width
             # The first read of each element comes from main memory, repeated ones from a cache if
-            # the array fits. Of a sector that is not read by neighbours one element is used.
+            # the array fits. Uncoalesced reads use one element per sector.
             net = min(total, size * width)
             bandwidth = machine.bandwidth * width / _SECTOR if apart else machine.bandwidth
             memory += round(net / min(bandwidth, most) * _TICKS)
@@ -338,7 +338,7 @@ class Work:
 
 
 def _sums(members: Iterable[Node], roots: Iterable[Node]) -> list[Node]:
-    """Reductions that decide how a kernel runs: those that its results go on with."""
+    """List the reductions that determine how a kernel runs: those its results continue on."""
     inside = {id(node) for node in members}
     heroes = [hero_of(root, inside) for root in roots]
     return [node for node in heroes if node.opcode == "reduce" and not is_loop_reduction(node)]
@@ -354,7 +354,7 @@ def _written(root: Node) -> float:
 
 
 def blocks_of(root: Node, machine: Machine) -> int:
-    """Thread blocks that a kernel with this root starts.
+    """Return the number of thread blocks that a kernel with this root starts.
 
     XLA's reduction emitters: a block of 1024 threads sums 64 columns over 4096 rows, or 256 threads
     sum as many rows as fit with 16 elements a thread.
@@ -363,7 +363,7 @@ def blocks_of(root: Node, machine: Machine) -> int:
         reduced = reduction(root)
         if reduced.shape is Shape.COLUMN:
             return reduced.major * ceil(reduced.minor / 64) * ceil(reduced.length / 4096)
-        # Whole warps for a row, 16 elements each, at most a block of 1024; rows share a block of
+        # Whole warps per row, 16 elements per thread, at most 1024 threads; rows share a block of
         # 256.
         lanes = min(1024, ceil(reduced.length / 16 / 32) * 32)
         return ceil(root.size / max(1, 256 // lanes))
@@ -375,9 +375,9 @@ def blocks_of(root: Node, machine: Machine) -> int:
 
 
 def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
-    """Find a column reduction of a cluster that starts fewer blocks than there are cores.
+    """Find a column reduction in a cluster that starts fewer blocks than there are cores.
 
-    The compiler gives such a reduction no second large array to read.
+    The compiler does not give such a reduction a second large array to read.
     """
     if "reduce" not in cluster.opcodes:
         return None
