@@ -60,7 +60,7 @@ def attention(table: OpTable) -> Physics:
     keys = np.where(window > 0, np.minimum(kv_len, window), kv_len)
     pairs = keys if one else np.where(causal, visible_pairs(q_len, kv_len, window), q_len * keys)
     flops = attention_flops(batch, heads, pairs, d_key + d_value)
-    # The KV cache is bf16 unless the table says fp8. Queries and results are always 16 bits wide.
+    # The KV cache is bf16 unless the table specifies fp8. Queries and results always have 16 bits.
     kv_width = table.mapped("kv_dtype", {"fp8": 1.0}, 2.0)
     cached = batch * groups * (keys if one else kv_len) * kv_width
     # In latent decode, values are part of the latent keys, so they are read once.

@@ -65,8 +65,8 @@ class RowKernels:
         made = table.is_on(lambda d: d.rules.asynchronous)
         names_made = table.mentions("kernel", "trtllm")
         flashinfer = table.mentions("kernel", "flashinfer", "fiprefill", "fidecode")
-        # On data-centre Blackwell, vLLM's FlashInfer calls TensorRT-LLM's kernels unasked
-        # (use_trtllm_attention in its source), unless the name states which kernel it chose.
+        # On data-centre Blackwell, vLLM's FlashInfer calls TensorRT-LLM's kernels by default
+        # (use_trtllm_attention in its source), unless the name states which kernel was chosen.
         vllm = table.is_("backend", "vllm")
         blackwell = table.is_on(lambda d: d.rules.paired_cores)
         said = table.mentions("kernel", "fiprefill", "fidecode")

@@ -197,10 +197,10 @@ def least_seconds(ops: Sequence[Op], spec: DeviceSpec) -> np.ndarray:
 def moving_s(moved: np.ndarray, spec: DeviceSpec) -> np.ndarray:
     """Return a lower bound on the seconds to move bytes, shape ``(n,)``.
 
-    On-chip memory may serve whatever fits there, whoever left it there, at its bandwidth, and main
-    memory the rest at the data sheet's. Beyond its capacity a cache retains less and less, and
-    nothing of twice its capacity, since each pass evicts what the next one needs. Of 850,000
-    published rows, 205 are below the bound by up to 5 %, and 88 attention rows by more.
+    On-chip memory may serve the bytes that fit there at its bandwidth, whichever kernel left them,
+    and main memory the rest at the data sheet's. Beyond its capacity a cache retains less and less,
+    and nothing from twice its capacity on, since each pass evicts what the next one needs. Of
+    850,000 published rows, 205 are below the bound by up to 5 %, and 88 attention rows by more.
     """
     near, rate = spec.cache_bytes, max(level.bandwidth for level in spec.levels)
     if spec.platform == "tpu":

@@ -20,8 +20,8 @@ _ADD_CYCLES = 3.0
 #: in flight (Zen 4: 320, Golden Cove: 512), an element takes about ten.
 _OVERLAPPED = 32
 #: Bytes between lines of the same set of a core's L1 cache (64 sets, as with 4 KiB pages); bytes of
-#: its L2 (1 MiB on Zen 4, 2 on Golden Cove); and cycles per element from beyond, where neither
-#: holds enough lines of a column: measured, 8 to 23.
+#: its L2 (1 MiB on Zen 4, 2 on Golden Cove); and cycles per element read from beyond if neither
+#: holds enough lines of a column (measured: 8 to 23).
 _SET_BYTES, _CORE_BYTES, _FAR_CYCLES = 4096, 1 << 20, 8.0
 #: Cycles of a comparison of unsorted keys: half of the branches are mispredicted, and the
 #: comparator is called through a pointer. Of 64 sorts in ``datagen/datasets/cpu`` all but one take
@@ -31,27 +31,27 @@ _COMPARE_CYCLES = 30.0
 #: sum in memory, and beyond twice as many in two passes. Core cycles per element there, for sums
 #: and for other reductions, measured: 0.15 ns on two cores become 2.2, and 4.4.
 _WIDE_COLUMNS, _WIDE_SUM, _WIDE_OTHER = 16384, 11.0, 4.5
-#: Results of products that XLA:CPU's libraries compute at the rate of their type. Other integers
-#: than s32 are loops, on one core.
+#: Result types of products that XLA:CPU's libraries compute at the rate of the type. Products of
+#: integers other than s32 are loops on one core.
 _LIBRARY_RESULTS = frozenset(("f16", "bf16", "f32", "f64", "c64", "c128"))
-#: Core cycles of a multiply-add of s32, the library's type of all integers but s8: measured, 0.16
-#: to 0.24. There is no vector instruction for both steps.
+#: Core cycles of an s32 multiply-add; the library uses s32 for all integers but s8 (measured: 0.16
+#: to 0.24). No vector instruction combines both steps.
 _S32_CYCLES = 0.15
-#: Core cycles of a function of one element that is a call or divides, which vector code is not made
-#: of: measured on a Zen 4, of floats but for ``divide``, 36, 41, 36, 17, 17, 16, 40 and 5. An
+#: Core cycles of elementwise functions that are calls or divisions, which are not vectorised:
+#: measured on a Zen 4, for floats except ``divide``, as 36, 41, 36, 17, 17, 16, 40 and 5. An
 #: exponential takes 1.2.
 _CALL_CYCLES = {
     "atan2": 30.0, "cbrt": 30.0, "tan": 30.0, "sine": 12.0, "cosine": 12.0, "power": 12.0,
     "remainder": 30.0, "divide": 4.0,
 }  # fmt: skip
-#: Core cycles for an element of a window, measured: 1.1 to 1.2 for sums, 1.0 to 2.3 for maxima; and
-#: the longest windows, since longer ones are scans, which the compiler rewrites.
+#: Core cycles per window element (measured: 1.1 to 1.2 for sums, 1.0 to 2.3 for maxima), and the
+#: longest windows; longer ones are scans, which the compiler rewrites.
 _TAP_CYCLES, _LONGEST_WINDOW = 1.0, 256.0
-#: Core cycles for each element of a column that such a loop reads, by the cache that holds as many
+#: Core cycles per element of a column that a product loop reads, by the cache that holds all of its
 #: lines: L1, L2, neither. Measured with columns of s8, u32 and s64 on a Zen 4: 0.55 to 0.6, 3.6 to
 #: 6.8, 9.4. Along rows, the loop is vectorised: 0.13.
 _COLUMN_CYCLES, _ROW_CYCLES = (0.5, 3.6, _FAR_CYCLES), 0.1
-#: Bytes and bytes between lines of the same set, of L1 and L2 with eight ways each.
+#: Size in bytes, and bytes between lines of the same set, of L1 and L2 with eight ways each.
 _CACHES = ((32 << 10, _SET_BYTES), (_CORE_BYTES, 128 << 10))
 
 
@@ -64,7 +64,7 @@ def scalar_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     - A joint reduction of several arrays (``argmax``) is also a chain unless the compiler may
       reorder it along rows. Down columns, each element may be in a line that no core's cache holds.
     - A transposition of a value computed in the kernel also runs down columns.
-    - A library reduction of rows that are wider than its registers reach.
+    - A library reduction of rows that are too wide for its registers.
     - A sort compares keys ``log2(n!)`` times, one at a time.
     - Windows are loops over their elements, and some functions are calls.
     - A product whose result is of a type without a library (``s8``, ``s64``, ``u32``, ``pred``) is
@@ -75,7 +75,7 @@ def scalar_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     row = rows(kernels)
     seconds = _convolutions(row, device)
     library = row[:, INDEX["library"]] == CODE["library"]["ynn"]
-    # Kernels with any such op: the reducer of several arrays has a step for each.
+    # Kernels with any of these ops: the reducer of a joint reduction has a step for each array.
     ordered = (row[:, INDEX["n_sort"]] > 0) | (row[:, INDEX["reducer_ops"]] > 1)
     ordered |= library & (row[:, INDEX["reduce_run"]] > _WIDE_COLUMNS)
     ordered |= row[:, INDEX["kind"]] == CODE["kind"]["gemm"]
@@ -169,7 +169,7 @@ def _joint_reduction(
     if not along_rows:
         stride = prod(source.shape[d] for d in facts.order if d not in dims) * facts.bits // 8
         cycles = max(cycles, facts.size * _far_cycles(stride, length))
-    # Where the compiler states no partitions, each core may take some of the results.
+    # If the compiler states no partitions, each core may compute some of the results.
     parts = min(stated or facts.size / length, max(device.core_count, 1))
     return float(cycles / device.clock_hz / max(parts, 1.0))
 
@@ -185,7 +185,7 @@ def _transposition(op: Op, inner: Computation, device: DeviceSpec) -> float:
         return 0.0
     while made.opcode in ("bitcast", "reshape", "transpose", "convert"):
         made = inner.ops[made.operands[0]]
-    # An array read in storage order, or by indices, is no slower than others.
+    # Reading an array in storage order, or by indices, is no slower than usual.
     if made.opcode in ("parameter", "gather"):
         return 0.0
     kind = inner.ops[op.operands[0]].type

@@ -145,7 +145,7 @@ def base_seconds(parts: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def near_share(own: np.ndarray) -> np.ndarray:
-    """Share of the padded bytes that kernels read and write on the chip, shape ``(n,)``.
+    """Return the share of padded bytes that kernels read and write on the chip, shape ``(n,)``.
 
     Args:
         own: :func:`tpu_rows` of the kernels.
