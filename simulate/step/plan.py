@@ -286,7 +286,7 @@ def idle_setting(workload: Workload, plan: Plan) -> str:
         ("zero", not trains and plan.zero in (1, 2), "mode=train"),
         ("overlap", plan.devices == 1 and not plan.overlap, "several devices"),
         ("hide_experts", plan.ep == 1 and plan.hide_experts, "ep above 1"),
-        ("quantized_weights", plan.quantized_weights and unused, "fp8, and fsdp, zero or LoRA"),
+        ("quantized_weights", plan.quantized_weights and unused, "products=fp8 and fsdp or LoRA"),
         ("recompute", not trains and plan.recompute != "none", "mode=train"),
         ("offload", not trains and plan.offload != "none", "mode=train"),
         ("reduce", not trains and plan.reduce, "mode=train"),
