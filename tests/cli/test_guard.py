@@ -138,7 +138,9 @@ def test_ctrl_c_of_a_command_that_obeys_it_says_what_is_kept(stop: signal.Signal
 #: A command whose native code does not look for Ctrl-C, as a compiler's.
 DEAF = """
 import os, signal, sys, time
-from opcast.cli import main
+from importlib import import_module
+
+main = import_module("opcast.cli.main")
 
 def command():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
