@@ -146,7 +146,7 @@ def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency)
             hint="use only tp, dp, ep and microbatches",
         )
     known = {kind: _layer_items(kind, plan, latency) for kind in dict.fromkeys(layer_kinds(work))}
-    table = _gradients(table_held(work, plan, trained=True).total, work, plan)
+    table = _gradients(table_held(work, plan).trained(work).total, work, plan)
     first, head = (
         [_item(name, ops, latency), _item(name, ops, latency, reduced=reduced)]
         for name, ops, reduced in (
@@ -252,7 +252,7 @@ def _layer_items(work: Workload, plan: Plan, latency: OpLatency) -> tuple[list[s
     A layer with experts has a second line with the exchange of tokens.
     """
     ops, wide = layer_ops(work, plan), gradient_bytes(work, plan)
-    held = layer_held(work, plan, trained=True)
+    held = layer_held(work, plan).trained(work)
     gradients = _gradients(held.dense, work, plan)
     sent = _Sent("ALLREDUCE", _sum_bytes(tensor_calls(work, plan)))
     swapped = _Sent("ALLTOALL_EP", _sum_bytes(expert_calls(work, plan)))

@@ -163,13 +163,14 @@ def _stage(workload: Workload, plan: Plan, stage: int) -> Stage:
     train = workload.mode == "train"
     known = {kind: _layer(kind, plan) for kind in kind_counts(workload, plan, stage)}
     units = [known[kind] for kind in stage_kinds(workload, plan, stage)]
+    table = table_held(workload, plan)
     if stage == 0:
-        units.insert(0, _end(workload, plan, embedding_ops(workload, plan)))
+        units.insert(0, _end(workload, plan, embedding_ops(workload, plan), table))
     if stage == plan.pp - 1:
         # A tied head has no separate parameters to gather or reduce.
-        shared = workload.tied and plan.pp == 1
-        units.append(_end(workload, plan, head_ops(workload, plan), shared=shared))
-    updated = local_parameters(stage_held(workload, plan, stage, trained=True), plan)
+        own = Parameters(0.0) if workload.tied and plan.pp == 1 else table
+        units.append(_end(workload, plan, head_ops(workload, plan), own))
+    updated = local_parameters(stage_held(workload, plan, stage).trained(workload), plan)
     offloaded = train and plan.offload == "optimizer"
     return Stage(
         plan,
@@ -190,8 +191,8 @@ def _layer(workload: Workload, plan: Plan) -> Unit:
     again = {"none": (), "selective": (Block(ops.selective),), "full": (forward,)}[plan.recompute]
     backward = (_block(workload, plan, ops.backward, backward=True), *again)
     moved = layer_activations(workload, plan) if plan.offload == "activations" else 0.0
-    held, trained = layer_held(workload, plan), layer_held(workload, plan, trained=True)
-    return _unit(workload, plan, (held, trained), forward, backward, Block(ops.weights), moved)
+    held = layer_held(workload, plan)
+    return _unit(workload, plan, held, forward, backward, Block(ops.weights), moved)
 
 
 def _block(workload: Workload, plan: Plan, ops: tuple[Op, ...], *, backward: bool) -> Block:
@@ -216,37 +217,25 @@ def _block(workload: Workload, plan: Plan, ops: tuple[Op, ...], *, backward: boo
     return Block(ops, tuple(sent), tuple(beside))
 
 
-def _end(workload: Workload, plan: Plan, ops: PassOps, *, shared: bool = False) -> Unit:
-    """The embedding or the head, whose table may be that of the embedding."""
-    held, trained = table_held(workload, plan), table_held(workload, plan, trained=True)
-    own = (Parameters(0.0), Parameters(0.0)) if shared else (held, trained)
+def _end(workload: Workload, plan: Plan, ops: PassOps, held: Parameters) -> Unit:
+    """The embedding or the head."""
     return _unit(
-        workload, plan, own, Block(ops.forward), (Block(ops.backward),), Block(ops.weights)
+        workload, plan, held, Block(ops.forward), (Block(ops.backward),), Block(ops.weights)
     )
 
 
 def _unit(
     workload: Workload,
     plan: Plan,
-    parameters: tuple[Parameters, Parameters],
+    held: Parameters,
     forward: Block,
     backward: Sequence[Block],
     weights: Block,
     moved: float = 0.0,
 ) -> Unit:
-    """A unit with the collectives of its parameters for the plan's ZeRO stage.
-
-    Args:
-        workload: Model.
-        plan: Resolved plan.
-        parameters: All, and those that are trained.
-        forward: Forward pass.
-        backward: Backward pass without weight gradients.
-        weights: Weight gradients.
-        moved: See :class:`Unit`.
-    """
+    """A unit with the collectives of its parameters for the plan's ZeRO stage."""
     zero, train = plan.stage, workload.mode == "train"
-    held, trained = parameters
+    trained = held.trained(workload)
     gathers = tuple(gather_calls(held, workload, plan))
     scatters = tuple(scatter_calls(trained, workload, plan)) if train else ()
     sums = tuple(replica_calls(trained, workload, plan)) if train else ()

@@ -341,9 +341,10 @@ def _experts(workload: Workload, plan: Plan, norm: PassOps, add: Op) -> PassOps:
         width = workload.width + 2.0 * FORMATS[dtype].element_bytes
         moved = width * arrived * chosen * (workload.d_model + workload.d_ff / plan.tp)
         cast += (Op("move", (round(moved),), workload.dtype, name="experts_quantize"),)
-    return PassOps(
+    whole = PassOps(
         (*norm.forward, *router.forward, *cast, experts, *shared.forward, add),
         (*shared.backward, *cast, back, *router.backward, *norm.backward),
-        () if workload.lora_rank else (*shared.weights, weights, *router.weights),
+        (*shared.weights, weights, *router.weights),
         (*norm.selective, *shared.selective),
     )
+    return _trained(workload, whole)

@@ -74,23 +74,16 @@ def optimizer_bytes(workload: Workload) -> int:
     return _MOMENTS + (_MASTER if workload.width < _MASTER else 0)
 
 
-def stage_held(workload: Workload, plan: Plan, stage: int, *, trained: bool = False) -> Parameters:
-    """Parameters of one device of a stage before sharding over data-parallel ranks.
-
-    Args:
-        workload: Model.
-        plan: Resolved plan.
-        stage: Stage, from 0.
-        trained: Whether to count only those that are trained.
-    """
+def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
+    """Parameters of one device of a stage before sharding over data-parallel ranks."""
     held = Parameters(0.0)
     for layer, count in kind_counts(workload, plan, stage).items():
-        held = held + layer_held(layer, plan, trained=trained).times(count)
+        held = held + layer_held(layer, plan).times(count)
     ends = (stage == 0) + (stage == plan.pp - 1)
     # Tied weights are shared on one device; in a pipeline both end stages hold a copy.
     if plan.pp == 1 and workload.tied:
         ends = 1
-    return held + table_held(workload, plan, trained=trained).times(ends)
+    return held + table_held(workload, plan).times(ends)
 
 
 def stage_memory(workload: Workload, plan: Plan, stage: int, copies: int = 0) -> StageMemory:
@@ -104,7 +97,7 @@ def stage_memory(workload: Workload, plan: Plan, stage: int, copies: int = 0) ->
     """
     held = stage_held(workload, plan, stage)
     train = workload.mode == "train"
-    learned = stage_held(workload, plan, stage, trained=True)
+    learned = held.trained(workload)
     own = local_parameters(learned, plan)
     zero = plan.stage
     # ZeRO 1 shards optimiser state, 2 also gradients, 3 also parameters.
@@ -164,9 +157,8 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     fed = inner * (workload.matrices - 1)
     # Operands: results of both norms, the input of the second feed-forward product, and a quantised
     # copy of the result of attention.
-    operands = 0.0 if selective else 2 * residual + inner
-    if workload.lora_rank and not workload.adapts_feed_forward and not selective:
-        operands = residual
+    frozen = workload.lora_rank > 0 and not workload.adapts_feed_forward
+    operands = 0.0 if selective else residual if frozen else 2 * residual + inner
     if narrow < width:
         operands += tokens * heads * workload.value
     # Tokens as sent to their experts and as they come back.
@@ -199,7 +191,8 @@ def box_host(workload: Workload, plan: Plan, box: int) -> float:
 def _stage_host(workload: Workload, plan: Plan, stage: int) -> float:
     """Bytes that a device of a stage offloads to its host."""
     if plan.offload == "optimizer":
-        own = local_parameters(stage_held(workload, plan, stage, trained=True), plan)
+        held = stage_held(workload, plan, stage)
+        own = local_parameters(held.trained(workload), plan)
         return own * optimizer_bytes(workload)
     kept = stage_activations(workload, plan.changed(offload="none"), stage)
     return max(0.0, kept - stage_activations(workload, plan, stage))
@@ -246,10 +239,8 @@ def _buffers(workload: Workload, plan: Plan) -> float:
     tensor = size if plan.tp > 1 and plan.sp else 0.0
     # One buffer in each direction between stages.
     hops = 2.0 * size / plan.sequence_parallel if plan.pp > 1 else 0.0
-    shared = any(
-        s.size * r.size > 1
-        for _, s, r in parameter_groups(layer_held(workload, plan, trained=True), plan)
-    )
+    trained = layer_held(workload, plan).trained(workload)
+    shared = any(s.size * r.size > 1 for _, s, r in parameter_groups(trained, plan))
     reduced = 2.0 * BUCKET_BYTES if shared and workload.mode == "train" else 0.0
     # Send and receive buffers of the all-to-all.
     routed = 0.0

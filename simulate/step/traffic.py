@@ -29,10 +29,12 @@ class Parameters:
     Attributes:
         dense: Number of parameters outside experts.
         expert: Number of parameters of experts.
+        adapters: Number of ``dense`` that belong to adapters.
     """
 
     dense: float
     expert: float = 0.0
+    adapters: float = 0.0
 
     @property
     def total(self) -> float:
@@ -41,11 +43,16 @@ class Parameters:
 
     def __add__(self, other: Parameters) -> Parameters:
         """Sum of two counts, by kind."""
-        return Parameters(self.dense + other.dense, self.expert + other.expert)
+        adapters = self.adapters + other.adapters
+        return Parameters(self.dense + other.dense, self.expert + other.expert, adapters)
 
     def times(self, factor: float) -> Parameters:
         """Multiply both counts."""
-        return Parameters(self.dense * factor, self.expert * factor)
+        return Parameters(self.dense * factor, self.expert * factor, self.adapters * factor)
+
+    def trained(self, workload: Workload) -> Parameters:
+        """Those that a step changes: only adapters if the model has any."""
+        return Parameters(self.adapters) if workload.lora_rank else self
 
 
 def tensor_calls(workload: Workload, plan: Plan) -> list[CommCall]:
@@ -198,24 +205,19 @@ def local_parameters(held: Parameters, plan: Plan) -> float:
     return sum(count / shard.size for count, shard, _ in parameter_groups(held, plan))
 
 
-def layer_held(workload: Workload, plan: Plan, *, trained: bool = False) -> Parameters:
-    """Parameters of one layer on one device: all, or those that are trained.
-
-    Adapters count as split like the layers beside which they are.
-    """
+def layer_held(workload: Workload, plan: Plan) -> Parameters:
+    """Parameters of one layer on one device; adapters are split like the layers beside them."""
     adapters = workload.adapter_parameters / plan.tp
-    if trained and workload.lora_rank:
-        return Parameters(adapters)
     experts = workload.expert_parameters / plan.tp
     # Every rank routes its own tokens and holds the whole router.
     router = workload.d_model * workload.experts
     attention = workload.attention_parameters / plan.tp + experts * workload.shared_experts
     if not workload.experts:
-        return Parameters(attention + adapters + experts)
-    return Parameters(attention + adapters + router, experts * workload.experts / plan.ep)
+        return Parameters(attention + adapters + experts, 0.0, adapters)
+    own = experts * workload.experts / plan.ep
+    return Parameters(attention + adapters + router, own, adapters)
 
 
-def table_held(workload: Workload, plan: Plan, *, trained: bool = False) -> Parameters:
-    """Parameters of the embedding, or of the head, on one device: all, or those trained."""
-    frozen = trained and workload.lora_rank
-    return Parameters(0.0 if frozen else workload.table_parameters / plan.tp)
+def table_held(workload: Workload, plan: Plan) -> Parameters:
+    """Parameters of the embedding, or of the head, on one device."""
+    return Parameters(workload.table_parameters / plan.tp)

@@ -253,6 +253,8 @@ class Workload:
     @property
     def adapter_parameters(self) -> int:
         """Parameters of a layer's adapters: two products of the rank beside each target."""
+        if not self.lora_rank:
+            return 0
         sizes = self.attention_sizes
         if self.adapts_feed_forward:
             wide = self.d_ff * (self.matrices - 1)
