@@ -138,7 +138,7 @@ class DeviceSpec:
     @property
     def line(self) -> str:
         """Its generation, or the one that this revises: both have the same kernels."""
-        return self.rules.revises or self.architecture
+        return line_of(self.architecture)
 
     @property
     def dies(self) -> int:
@@ -279,6 +279,11 @@ def local_device_name() -> str:
     # The number of cores is part of the name: a container with two cores is a different device from
     # the whole machine.
     return f"cpu-{device_slug(_cpu_model())}-{usable_cores()}c"
+
+
+def line_of(architecture: str) -> str:
+    """Return a GPU's architecture, or the one that it revises."""
+    return rules_of(architecture, "gpu").revises or architecture
 
 
 def device_slug(text: str) -> str:

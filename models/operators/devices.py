@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...common.types import JsonMapping
-from ...features.devices.device import DeviceSpec
-from ...features.devices.rules import rules_of
+from ...features.devices.device import DeviceSpec, line_of
 from ...features.operators.columns import OpRows, by_name, distinct
 
 #: Architecture, number of cores, lanes per core; devices with the same chip differ in memory or
@@ -44,11 +43,7 @@ def alike(first: Chip, second: Chip) -> bool:
     """Whether two chips share a design: the same die or a revision, with similar core counts."""
     (a, cores, lanes), (b, others, other_lanes) = first, second
     near = abs(cores - others) <= DISABLED * max(cores, others)
-    return near and lanes == other_lanes and _line(a) == _line(b)
-
-
-def _line(architecture: str) -> str:
-    return rules_of(architecture, "gpu").revises or architecture
+    return near and lanes == other_lanes and line_of(a) == line_of(b)
 
 
 def twins(names: Sequence[str], chips: Mapping[str, Chip]) -> list[tuple[str, ...]]:
