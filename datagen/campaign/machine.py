@@ -241,8 +241,10 @@ def host_record(hosts: Mapping[str, object], platform_name: str) -> JsonObject:
 
 def _nvidia() -> dict[str, str]:
     gpu = _visible()
-    found = nvidia_smi(_NVIDIA, gpu)
-    for name in () if found else _NVIDIA:
+    if found := nvidia_smi(_NVIDIA, gpu):
+        return found
+    # A driver rejects a whole query for one field that it lacks.
+    for name in _NVIDIA:
         found |= nvidia_smi((name,), gpu)
     return found
 

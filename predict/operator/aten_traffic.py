@@ -86,14 +86,12 @@ def selecting(uses: Sequence[Use], calls: Sequence[AtenCall]) -> tuple[Use, ...]
     found = list(uses)
     for call in calls:
         again, between = looked_up_again(call)
-        own = (
-            [i for i, use in enumerate(found) if use.memory == call.inputs[0].memory]
-            if again
-            else []
-        )
-        if own:
-            use = found[own[0]]
-            found[own[0]] = use._replace(again=use.again + again, between=between)
+        if not again:
+            continue
+        memory = call.inputs[0].memory
+        at = next((i for i, use in enumerate(found) if use.memory == memory), None)
+        if at is not None:
+            found[at] = found[at]._replace(again=found[at].again + again, between=between)
     return tuple(found)
 
 
