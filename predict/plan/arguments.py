@@ -80,51 +80,22 @@ def arguments_of(
         PlanError: ``given`` refers to an unknown argument or dimension.
         ProgramError: There is no batch.
     """
-    entry = program.entry_computation
-    places = entry.parameter_places
-    donated = {number: output for output, number in program.aliases}
-    kinds = {n: entry.ops[p].type for n, p in sorted(places.items())}
-    told = {n: names.get(n) or f"argument {n}" for n in kinds}
-    batch = _given(given, told, kinds) if given is not None else None
+    places = program.entry_computation.parameter_places
+    types = {n: program.entry_computation.ops[p].type for n, p in sorted(places.items())}
+    labels = {n: names.get(n) or f"argument {n}" for n in types}
+    batch = _given(given, labels, types) if given is not None else None
     uses = _uses(found, {((program.entry, p), 0): n for n, p in places.items()})
-    # An input is also read as a second operand, where its gradient is computed.
-    first, second = ({n for n, own in uses.items() if _side(own, k)} for k in (0, 1))
-    weights = second - first or second
-    # Arguments in the same tree as weights, such as biases in ``params``.
-    trees = {_first(told[n]) for n in weights - set(batch or ()) if n in names}
-    named = {n for n in kinds if n in names and _first(told[n]) in trees}
     colours = {n: found.colours[(program.entry, p), 0] for n, p in places.items()}
-    # Arguments that are donated and read by products are trained, if there are any.
-    sure = donated.keys() & weights or weights
-    rows = _rows(found, uses, sure) - {c for n in sure for c in colours[n]}
-    held = {c for n in named | weights for c in colours[n]} - rows
-    if batch is None:
-        starts = {colours[n][0] for n in kinds if colours[n] and n not in named | donated.keys()}
-        rows &= starts
-    else:
-        rows = {colours[n][d] for n, d in batch.items()}
+    donated = {number: output for output, number in program.aliases}
+    paths = {n: labels[n] for n in types if n in names}
+    evidence = _evidence(found, uses, colours, paths, donated, batch)
     made = []
-    for n, kind in kinds.items():
-        met, sought = set(colours[n]) - {0}, batch is None
-        told_apart = bool(rows) or not donated
-        # The first rule that holds determines the role.
-        rules: tuple[tuple[Role, bool], ...] = (
-            ("batch", n in (batch or ())),
-            ("parameter", n in donated and bool(uses[n]) and not met & rows),
-            ("state", n in donated),
-            ("parameter", n in named and told_apart),
-            ("batch", sought and not rows.isdisjoint(colours[n][:1])),
-            ("parameter", n in weights and not met & rows and told_apart),
-            ("state", bool(rows and met) and met <= held),
-            # Without evidence from products: anything except random keys.
-            ("batch", sought and not rows and kind.shape[:1] > (1,) and kind[:2] not in _KEYS),
-            ("other", True),
-        )
-        role = next(role for role, holds in rules if holds)
+    for n, own in types.items():
+        role = evidence.role(n, own, colours[n])
         made.append(
             Argument(
-                told[n],
-                kind,
+                labels[n],
+                own,
                 role,
                 found.value_classes(((program.entry, places[n]), 0)),
                 (batch or {}).get(n, 0) if role == "batch" else -1,
@@ -139,6 +110,75 @@ def arguments_of(
             hint="name the batch's dimensions: --batch-dims 3:0,4:0 (argument:dimension)",
         )
     return made
+
+
+class _Evidence(NamedTuple):
+    """What the roles of arguments are determined from. Sets of numbers are arguments'.
+
+    Attributes:
+        donated: Arguments that a result replaces.
+        read: Arguments that products or look-ups read.
+        weights: Arguments that products read as their second operand.
+        named: Arguments in the same tree as weights, such as biases in ``params``.
+        rows: Colours of batch dimensions.
+        held: Colours of the dimensions of parameters.
+        batch: Batches that the caller named; ``None`` to detect them.
+    """
+
+    donated: set[int]
+    read: set[int]
+    weights: set[int]
+    named: set[int]
+    rows: set[int]
+    held: set[int]
+    batch: set[int] | None
+
+    def role(self, number: int, kind: TensorType, colours: Sequence[int]) -> Role:
+        """Return the role of an argument of a type whose dimensions have given colours."""
+        met, donated = set(colours) - {0}, number in self.donated
+        sought, told_apart = self.batch is None, bool(self.rows or not self.donated)
+        if number in (self.batch or ()):
+            return "batch"
+        if donated:
+            return "parameter" if number in self.read and not met & self.rows else "state"
+        if number in self.named and told_apart:
+            return "parameter"
+        if sought and not self.rows.isdisjoint(colours[:1]):
+            return "batch"
+        if number in self.weights and told_apart and not met & self.rows:
+            return "parameter"
+        if self.rows and met and met <= self.held:
+            return "state"
+        # Without evidence from products: anything except random keys.
+        if sought and not self.rows and kind.shape[:1] > (1,) and kind[:2] not in _KEYS:
+            return "batch"
+        return "other"
+
+
+def _evidence(
+    found: Dimensions,
+    uses: Mapping[int, Sequence[Use]],
+    colours: Mapping[int, Sequence[int]],
+    paths: Mapping[int, str],
+    donated: Collection[int],
+    batch: Mapping[int, int] | None,
+) -> _Evidence:
+    # An input is also read as a second operand, where its gradient is computed.
+    first, second = ({n for n, own in uses.items() if _side(own, k)} for k in (0, 1))
+    weights = second - first or second
+    trees = {_first(paths[n]) for n in weights - set(batch or ()) if n in paths}
+    named = {n for n, path in paths.items() if _first(path) in trees}
+    # Arguments that are donated and read by products are trained, if there are any.
+    sure = set(donated) & weights or weights
+    rows = _rows(found, uses, sure) - {c for n in sure for c in colours[n]}
+    held = {c for n in named | weights for c in colours[n]} - rows
+    if batch is None:
+        rows &= {own[0] for n, own in colours.items() if own and n not in named | set(donated)}
+    else:
+        rows = {colours[n][d] for n, d in batch.items()}
+    read = {n for n, own in uses.items() if own}
+    given = None if batch is None else set(batch)
+    return _Evidence(set(donated), read, weights, named, rows, held, given)
 
 
 def _uses(found: Dimensions, numbers: Mapping[Value, int]) -> dict[int, list[Use]]:
