@@ -315,9 +315,6 @@ class StepPredictor:
                 return step_time(workload, changed, own).total
 
             fit = find_fit(workload, plan, fit.capacity, seconds_of, self._memory, fit.host)
-        spread = None
-        if jitter:
-            spread = sample_steps(plan, step, jitter, draws, seed)
         if explain and speeds:
             raise PlanError(
                 "terms need devices of equal speed",
@@ -326,21 +323,16 @@ class StepPredictor:
             )
         table = self.learned.table
         own_terms = Waterfall(workload, plan, own, counts, even, table, context)
-        low, high = np.exp(
-            step_interval(self.learned, context, workload, plan, own, even, self.latency)
-        )
-        if self.cap < 1.0:
-            # The error of the power law is common to all operators that the cap slows.
-            low, high = under_cap(float(low), float(high), self.cap, board_law(self.spec))
-        hidden = min(step.total * float(low), least_seconds(workload, step))
-        # A device faster than the data sheet (``speeds``) lowers the floor in proportion.
+        factors = step_interval(self.learned, context, workload, plan, own, even, self.latency)
+        # A device faster than the data sheet (``speeds``) lowers the floors in proportion.
         fastest = max([1.0, *(speeds or {}).values()])
         floor = arithmetic_seconds(workload, plan, self.spec) / fastest
         best = best_seconds(workload, plan, self.spec) / fastest
-        high = max(step.total * float(high), floor, best)
+        low, high = self._ends(step.total, factors)
+        low = max(min(low, least_seconds(workload, step)), floor, free.interval.lo if free else 0.0)
         if step.total < floor:
             step = replace(step, total=floor, compute=step.compute + floor - step.total)
-        interval = Interval(step.total, max(hidden, floor, free.interval.lo if free else 0.0), high)
+        interval = Interval(step.total, low, max(high, floor, best))
         return StepPrediction(
             workload=workload,
             plan=plan,
@@ -354,7 +346,7 @@ class StepPredictor:
             peak_format=workload.product_dtype,
             operators=by_name(seconds),
             scopes=self._scopes(seconds),
-            spread=spread,
+            spread=sample_steps(plan, step, jitter, draws, seed) if jitter else None,
             framework=self.framework,
             known=known,
             terms=tuple(own_terms.terms()) if explain else (),
@@ -393,6 +385,14 @@ class StepPredictor:
         )  # fmt: skip
         effects = self.learned.table.whole_effects(context)
         return context, self.priced.with_effects(effects, self.cluster.box)
+
+    def _ends(self, total: float, logs: tuple[float, float]) -> tuple[float, float]:
+        """Return the ends in seconds of an interval given as logarithms of factors."""
+        low, high = np.exp(logs)
+        if self.cap < 1.0:
+            # The error of the power law is common to all operators that the cap slows.
+            low, high = under_cap(float(low), float(high), self.cap, board_law(self.spec))
+        return total * float(low), total * float(high)
 
     def _scopes(self, seconds: dict[Op, float]) -> dict[str, float]:
         """Return the share of the operators' time by scope of the estimate."""
