@@ -45,6 +45,8 @@ class Source:
     products: str = ""
     rotates: bool = False
     watts: bool = False
+    calls: str = "nccl"
+    as_one: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     clone: JsonMapping = field(default_factory=dict)
 

@@ -11,6 +11,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...features.devices.catalogue import find_device
+from ...features.operators.schema import sources
 from ...simulate.collectives.choose import collective_name
 from .links import Links
 from .model import FindLinks
@@ -22,9 +23,6 @@ NEEDED = ("op", "bytes", "world_size", "latency_us")
 _TABLE_NAMES = {"all_to_all": "alltoall"}
 #: Columns that identify a table of XLA's collectives (README of the XLA pack).
 XLA_COLUMNS = frozenset(("device", "kind", "pattern", "n_devices", "total_devices", "bytes"))
-#: Devices of XLA's tables that count as measured together: GB200 and GB300 come from one change,
-#: and a seventh of their values are identical.
-_MEASURED_AS_ONE = {"gb300": "gb200"}
 # Output of nccl-tests (common.cu): "#  Rank  0 Group  0 Pid … on HOST device  0 [0x…] NVIDIA …",
 # and rows of size, count, type, redop, root, then time, algbw and busbw out of place.
 _RANK = re.compile(r"^#\s+Rank\s+(\d+).*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+?)\s*$")
@@ -120,7 +118,7 @@ def xla_rows(table: pd.DataFrame) -> pd.DataFrame:
     pairs = rows["op"].isin(["send_recv", RING_PERMUTE]) & (table["n_devices"] > 1)
     rows["world_size"] = table["n_devices"].where(~pairs, 2)
     rows["devices_per_node"] = table["total_devices"]
-    rows["backend"], rows["group"] = XLA, device.replace(_MEASURED_AS_ONE)
+    rows["backend"], rows["group"] = XLA, device.replace(dict(sources()[XLA].as_one))
     for column in ("dtype", "split", "latency_us"):
         if column in table:
             rows[column] = table[column]

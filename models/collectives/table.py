@@ -17,6 +17,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError
 from ...common.files import own_data
+from ...features.operators.schema import Source, sources
 from .curve import COPY_EFFICIENCY, Points, steps, wire_bytes
 from .links import REFERENCE_CLOCK, Links
 
@@ -111,9 +112,8 @@ def collective_table(frame: pd.DataFrame, find: Callable[[str], Links]) -> Colle
     Args:
         frame: ``op``, ``bytes`` (see the module), ``world_size``, and ``device`` or
             ``platform``; optionally ``devices_per_node`` (default: that of the machine),
-            ``backend`` (default ``torch``: NCCL called from PyTorch, for rows with
-            ``source == "vidur"``; otherwise ``nccl``), ``kernel`` (only whether it ends in
-            ``_eager``) and ``dtype``.
+            ``backend`` (default: what the row's ``source`` calls, such as ``torch`` for NCCL
+            called from PyTorch), ``kernel`` (only whether it ends in ``_eager``) and ``dtype``.
         find: Links by device string: :func:`device_rows`, or a catalogue lookup with
             ``Links.from_spec``.
 
@@ -204,10 +204,9 @@ def _operations(frame: pd.DataFrame) -> np.ndarray:
 
 
 def _backends(frame: pd.DataFrame) -> np.ndarray:
-    default = np.full(len(frame), "nccl", dtype=object)
-    if "source" in frame:
-        # Vidur timed torch.distributed, whose calls add host time to NCCL's.
-        default[frame["source"].eq("vidur").to_numpy()] = "torch"
+    calls = {name: own.calls for name, own in sources().items()}
+    named = frame["source"] if "source" in frame else pd.Series("", frame.index)
+    default = named.map(calls).fillna(Source().calls).to_numpy(object)
     if "backend" not in frame:
         return default
     given = frame["backend"].astype(object)
