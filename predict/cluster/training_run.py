@@ -339,11 +339,13 @@ def training_run(asked: JsonMapping, found: StepPrediction, host_link: float) ->
             raise PlanError(f"{name}=0 is not above 0", where="run", hint="omit it for the default")
     if found.workload.mode != "train":
         raise PlanError(f"a {found.workload.mode} step trains nothing", where="run")
-    held = found.fit.worst
-    copied = (held.parameters + held.optimizer) / host_link
+    held, work = found.fit.worst, found.workload
+    # Frozen weights are those of the base model and are not written again.
+    trained = held.parameters * work.trained_parameters / work.parameters
+    copied = (trained + held.optimizer) / host_link
     return TrainingRun(
         settings,
-        ceil(settings.tokens / (found.workload.batch * found.workload.seq)),
+        ceil(settings.tokens / (work.batch * work.seq)),
         found.interval,
         found.plan.devices,
         CHECKPOINT_S + copied if settings.checkpoint_s < 0 else settings.checkpoint_s,

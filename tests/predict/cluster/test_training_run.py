@@ -9,6 +9,7 @@ from opcast.common.errors import PlanError
 from opcast.common.interval import Interval
 from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.cluster.training_run import (
+    CHECKPOINT_S,
     MTBF_H,
     RunSettings,
     TrainingRun,
@@ -113,6 +114,19 @@ def test_the_answer_of_a_step_has_the_run() -> None:
     assert f"take {data['energy_j'] / 3.6e6:.3g} kWh" in found.run.lines()[0]
     hours = found.run.seconds.value / 3600
     assert f"{hours:.3g} hours" in found.run.lines()[0]
+
+
+def test_frozen_weights_are_not_in_checkpoints() -> None:
+    waits = {}
+    for rank in (0, 16):
+        work = read_workload("llama-3-8b", {"batch": 8, "seq": 8192, "lora_rank": rank})
+        found = StepCase(cluster="h100-sxm-x8", plan="dp=8", run={"tokens": 1e9}).predict(
+            work, None
+        )
+        assert found.run is not None
+        waits[rank] = found.run.checkpoint - CHECKPOINT_S
+    # A device holds all of 8.03 billion weights, of which 9.4 million are adapters.
+    assert waits[16] / waits[0] == pytest.approx(9.4e6 / 8.03e9, rel=0.05)
 
 
 def test_long_and_hopeless_runs_are_written_without_exponents() -> None:
