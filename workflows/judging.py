@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -180,6 +180,55 @@ def _draws(names: Iterable[str], salt: str) -> np.ndarray:
     return np.array([int(digest.hexdigest(), 16) for digest in digests]) / 2.0**48
 
 
+class Part(NamedTuple):
+    """Rows that are held out together.
+
+    Attributes:
+        name: What is held out, such as ``device``.
+        value: Its value, such as ``h100-sxm``.
+        judge: Mask of the test rows.
+        learn: Mask of the training rows.
+    """
+
+    name: str
+    value: str
+    judge: np.ndarray
+    learn: np.ndarray
+
+
+def parts_of(keys: Mapping[str, np.ndarray]) -> Iterator[Part]:
+    """Hold out the rows of each value of each key in turn, except values that all rows share."""
+    for name, key in keys.items():
+        for value in np.unique(key):
+            judge = key == value
+            if not judge.all():
+                yield Part(name, str(value), judge, ~judge)
+
+
+def left_out_rows(known: pd.DataFrame, found: Mapping[str, np.ndarray]) -> pd.DataFrame:
+    """Compute the errors of measurements that were held out.
+
+    Args:
+        known: Row of each measurement: ``id``, ``metric``, ``measured``, and columns to group by.
+        found: For each way of holding out, the logarithm of measured over predicted, and of the
+            bounds of the interval over predicted, shape ``(n, 3)``; NaN if there is none.
+
+    Returns:
+        As from :func:`measured_rows`, with what was ``left_out``, and the ``width``, upper over
+        lower bound.
+    """
+    every = []
+    for name, own in found.items():
+        low, high = np.exp(own[:, 1:]).T
+        seconds = known["measured"] * np.exp(-own[:, 0])
+        ends = {"predicted": seconds, "lo": seconds * low, "hi": seconds * high}
+        every.append(known.assign(left_out=name, width=high / low, **ends))
+    rows = measured_rows(pd.concat(every), "predicted", "measured", ("lo", "hi"))
+    rows["left_out"] = pd.Categorical(rows["left_out"], list(found))
+    rows["inside"] = rows["inside"].astype(float).where(rows["width"].notna())
+    return rows
+
+
 def predicted_frame(
     ids: Iterable[object],
     reasons: Iterable[str],
@@ -222,24 +271,6 @@ def print_reasons(console: Console, reasons: Iterable[str], what: str) -> None:
     """Print the most common reasons with the number of rows that each applies to."""
     for reason, count in Counter(reasons).most_common(20):
         console.print(f"{count} {what}: {reason}", highlight=False)
-
-
-def keep_left_out(out: Path | None, left: pd.DataFrame, ways: Sequence[str]) -> None:
-    """Write the predictions of held-out rows.
-
-    Args:
-        out: Table to write; ``None`` to write none.
-        left: For each measurement: ``id``, ``metric``, ``measured`` seconds, and a column of
-            errors ``log(measured / predicted)`` for each way of holding out.
-        ways: Columns of ``left`` with errors.
-    """
-    if out is None:
-        return
-    known = ["id", "metric", "measured"]
-    rows = left.melt(known, list(ways), var_name="left_out", value_name="error").dropna()
-    rows["predicted"] = rows["measured"] * np.exp(-rows.pop("error").astype(float))
-    write_table(rows, out)
-    wrote(out, f"{len(rows)} predictions of held-out rows")
 
 
 def print_judged(console: Console, judged: Judged, what: str, lines: Sequence[str]) -> None:
@@ -300,28 +331,32 @@ def keep_learned(
     settings: TableSettings,
     model: JsonModel,
     effects: int,
-    rows: int,
+    left: pd.DataFrame,
     figures: pd.DataFrame,
     errors: pd.DataFrame,
 ) -> None:
-    """Save a model trained on tables, and log its errors as an MLflow run.
+    """Save a model trained on tables and its held-out predictions, and log an MLflow run.
 
     Args:
         console: Console to print to.
-        settings: The tables, the output file, and whether to log.
+        settings: The tables, the output files, and whether to log.
         model: The model.
         effects: Number of its effects.
-        rows: Number of held-out measurements.
-        figures: Errors on held-out rows, logged as a table.
+        left: Held-out measurements, from :func:`left_out_rows`.
+        figures: Their errors, logged as a table.
         errors: Metrics to log: what was held out, name of the figure, value.
     """
+    if settings.left_out:
+        columns = ["id", "metric", "measured", "left_out", "predicted"]
+        write_table(left[columns].astype({"left_out": str}), settings.left_out)
+        wrote(settings.left_out, f"{len(left)} predictions of held-out rows")
     model.save(settings.out)
     wrote(settings.out, f"{effects} effects")
     if settings.track:
-        metrics = {f"{left}/{name}": float(e) for left, name, e in errors.itertuples(index=False)}
+        metrics = {f"{way}/{name}": float(e) for way, name, e in errors.itertuples(index=False)}
         params = {
             "table": ", ".join(map(str, settings.tables)),
-            "rows": rows,
+            "rows": left.index.nunique(),
             "seed": settings.seed,
         }
         tables, data = {"left_out": figures}, digests(*settings.tables)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,11 +23,18 @@ from ..models.steps.model import (
     calibrated_as,
     interval_ends,
 )
-from ..models.trust.calibrator import Calibrator
+from ..models.trust.calibrator import Calibrator, Ends
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.step_table import StepRuns, fullest, step_row
 from ..predict.operator.step_operators import load_step_model
-from .judging import few_of_each, keep_learned, keep_left_out, named_folds
+from .judging import (
+    FIGURES,
+    few_of_each,
+    keep_learned,
+    left_out_rows,
+    named_folds,
+    parts_of,
+)
 from .steps import possible_steps
 
 if TYPE_CHECKING:
@@ -51,15 +58,14 @@ DRAWS = 5
 Tell = Callable[[str], None]
 
 
-def group_error(logs: np.ndarray, groups: np.ndarray, figure: str = "mean") -> float:
-    """Mean over groups of the ``mean`` or ``median`` absolute relative error.
+def group_error(logs: np.ndarray, groups: np.ndarray) -> float:
+    """Mean over groups of the mean absolute relative error.
 
     Args:
         logs: Logarithms of measured over predicted seconds.
         groups: Group of each row.
-        figure: Figure of a group.
     """
-    return float(pd.Series(np.abs(np.expm1(-logs))).groupby(groups).agg(figure).mean())
+    return float(pd.Series(np.abs(np.expm1(-logs))).groupby(groups).mean().mean())
 
 
 def train_steps(
@@ -108,10 +114,8 @@ def train_steps(
         "sources": sorted({row.source for row in rows}),
         "devices": sorted({row.cluster.device for row in rows}),
     }
-    inside = {f"{name}_inside": values for name, values in study.inside(left).items()}
-    logs = {name: own.error for name, own in left.items()}
-    known = {"id": [r.id for r in rows], "group": groups, "measured": np.exp(measured)}
-    errors = pd.DataFrame({**known, **logs, **inside})
+    known = {"id": [row.id for row in rows], "metric": "step", "group": pd.Categorical(groups)}
+    errors = left_out_rows(pd.DataFrame(known | {"measured": np.exp(measured)}), study.judged(left))
     return model, StudyFigures(errors, curve, gains)
 
 
@@ -120,9 +124,8 @@ class StudyFigures:
     """Errors on held-out rows.
 
     Attributes:
-        left: For every row ``id``, ``group``, ``measured`` seconds, the logarithmic error for each
-            way of holding out, and in ``<way>_inside`` whether an interval calibrated on other
-            sources and devices covers it.
+        left: Held-out rows, from :func:`left_out_rows`, with their ``group`` of source and device,
+            on others of which their intervals are calibrated.
         curve: Error on held-out sources by number of their runs used for calibration.
         gains: Error without the effects of each class of cost.
     """
@@ -133,14 +136,16 @@ class StudyFigures:
 
 
 class _LeftOut(NamedTuple):
-    """Rows predicted by effects fitted without them; arrays of shape ``(n,)``.
+    """Rows predicted by effects fitted without them; arrays of shape ``(ways, n)``.
 
     Attributes:
+        ways: What is held out.
         error: Logarithms of measured over predicted seconds; NaN if not predicted.
         spread: Standard deviations of the logarithms of the predictions due to the effects.
         known: Key of the interval, from :func:`~opcast.models.steps.model.calibrated_as`.
     """
 
+    ways: tuple[str, ...]
     error: np.ndarray
     spread: np.ndarray
     known: np.ndarray
@@ -179,17 +184,14 @@ class _Study:
             Indices of the held-out rows, their logarithms of measured over predicted seconds, and
             the effects fitted to the other rows. Values that all rows share are skipped.
         """
-        for value in np.unique(key):
-            judge = key == value
-            if judge.all():
-                continue
-            table = self.linear.solve(~judge, group_weights(self.groups[~judge]), without)
-            at = np.flatnonzero(judge)
+        for part in parts_of({"": key}):
+            learn, at = part.learn, np.flatnonzero(part.judge)
+            table = self.linear.solve(learn, group_weights(self.groups[learn]), without)
             whole = [table.log_factors(self.runs.contexts[i])[WHOLE] for i in at]
             predicted = self.runs.simulate([int(i) for i in at], table, {}) + np.array(whole)
             yield at, self.measured[at] - predicted, table
 
-    def left_out(self, tell: Tell) -> dict[str, _LeftOut]:
+    def left_out(self, tell: Tell) -> _LeftOut:
         """Errors by what is held out: rows, clusters, sources, chips, chip generations."""
         contexts = self.runs.contexts
         keys = {
@@ -199,23 +201,18 @@ class _Study:
             "chip": np.array([row.cluster.device for row in self.runs.rows]),
             "architecture": np.array([context.architecture for context in contexts]),
         }
-        found: dict[str, _LeftOut] = {}
-        for name, key in keys.items():
+        error, spread = np.full((2, len(keys), len(contexts)), np.nan)
+        left = _LeftOut(tuple(keys), error, spread, np.full(error.shape, ELSEWHERE, object))
+        for place, (name, key) in enumerate(keys.items()):
             tell(f"leaving out each {name}")
-            own = _LeftOut(
-                np.full(len(contexts), np.nan),
-                np.full(len(contexts), np.nan),
-                np.full(len(contexts), ELSEWHERE, object),
-            )
-            for at, error, table in self._without(key):
-                own.error[at] = error
+            for at, logs, table in self._without(key):
+                error[place, at] = logs
                 model = StepModel(table)
                 for i in at:
                     slopes = {cost: float(of[i]) for cost, of in self.slopes.slope.items()}
-                    own.spread[i] = table.spread(contexts[i], slopes)
-                    own.known[i] = calibrated_as(model.tier(contexts[i]), slopes)
-            found[name] = own
-        return found
+                    spread[place, i] = table.spread(contexts[i], slopes)
+                    left.known[place, i] = calibrated_as(model.tier(contexts[i]), slopes)
+        return left
 
     def gains(self, tell: Tell) -> pd.DataFrame:
         """Ablation: the error without the effects of each class of cost.
@@ -268,40 +265,28 @@ class _Study:
                 found.append(record | {"chosen": chosen})
         return pd.DataFrame(found, columns=["source", "runs", "mape", "chosen"])
 
-    def inside(self, left: Mapping[str, _LeftOut]) -> dict[str, np.ndarray]:
-        """Whether intervals calibrated on other groups cover each row, by what was held out.
-
-        Returns:
-            1 or 0 for every row; NaN if it was not predicted.
-        """
-        found = {name: np.full(len(self.groups), np.nan) for name in left}
+    def judged(self, left: _LeftOut) -> dict[str, np.ndarray]:
+        """Errors, and intervals calibrated on other groups, as for :func:`left_out_rows`."""
+        bounds = np.full((*left.error.shape, 2), np.nan)
         for group in np.unique(self.groups):
-            ends = interval_ends(self._scores(left, self.groups != group))
-            for name, own in left.items():
-                score = own.score
-                for i in np.flatnonzero((self.groups == group) & np.isfinite(score)):
-                    low, high = ends.get(own.known[i], UNCALIBRATED)
-                    found[name][i] = low <= score[i] <= high
-        return found
+            ends = self._pooled(left, self.groups != group)
+            own = (self.groups == group) & np.isfinite(left.error)
+            each = [ends.of((key,), UNCALIBRATED) for key in left.known[own]]
+            bounds[own] = np.reshape(each, (-1, 2))
+        found = np.dstack([left.error, left.spread[..., None] * bounds])
+        return dict(zip(left.ways, found, strict=True))
 
-    def ends(self, left: Mapping[str, _LeftOut]) -> dict[str, tuple[float, float]]:
+    def ends(self, left: _LeftOut) -> dict[str, Ends]:
         """Bounds of the intervals in standard deviations, from the standardised errors."""
-        found = Calibrator(interval_ends(self._scores(left, np.ones(len(self.groups), bool))))
-        for name, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
-            if count >= LEAST_RUNS:
-                found.add(str(name), left["row"].score[self.groups == name])
-        return found.ends
+        found = self._pooled(left, np.isfinite(self.measured))
+        row = left.score[left.ways.index("row")]
+        return found.pool(row, self.groups, least=LEAST_RUNS, group=np.arange(len(row))).ends
 
-    def _scores(
-        self, left: Mapping[str, _LeftOut], which: np.ndarray
-    ) -> dict[str, list[tuple[str, float]]]:
-        """Group and standardised error of the selected rows, for :func:`interval_ends`."""
-        scores: dict[str, list[tuple[str, float]]] = {}
-        for own in left.values():
-            score = own.score
-            for i in np.flatnonzero(which & np.isfinite(score)):
-                scores.setdefault(own.known[i], []).append((str(self.groups[i]), float(score[i])))
-        return scores
+    def _pooled(self, left: _LeftOut, which: np.ndarray) -> Calibrator[str]:
+        """Bounds from the rows in a mask, shape ``(n,)``."""
+        own = which & np.isfinite(left.error)
+        groups = np.broadcast_to(self.groups, own.shape)
+        return interval_ends(left.known[own], left.score[own], groups[own])
 
 
 def _adapted_error(linear: Linear[EffectTable], groups: np.ndarray, learn: np.ndarray) -> float:
@@ -329,8 +314,7 @@ def run_train_steps(console: Console, settings: TableSettings) -> StepModel:
         title = "error in % on held-out sources, by number of their runs used for calibration"
         print_frame(console, percent(wide, ["source", "choice"]), title)
     errors = figures.melt("left_out", ["mape", "median_ape"])
-    keep_left_out(settings.left_out, left.assign(metric="step"), ways_of(left))
-    keep_learned(console, settings, model, len(model.table.values), len(left), figures, errors)
+    keep_learned(console, settings, model, len(model.table.values), left, figures, errors)
     return model
 
 
@@ -344,19 +328,11 @@ def left_out_groups(left: pd.DataFrame) -> pd.DataFrame:
         ``group``, ``rows``, and with the cluster and with the chip held out, the mean error and the
         coverage.
     """
-    records = []
-    for name, own in left.groupby("group"):
-        record: dict[str, object] = {"group": str(name), "rows": len(own)}
-        for way in ("cluster", "chip"):
-            record[way] = float(np.abs(np.expm1(-own[way])).mean())
-            record[f"{way}_inside"] = float(own[f"{way}_inside"].mean())
-        records.append(record)
-    return pd.DataFrame(records)
-
-
-def ways_of(left: pd.DataFrame) -> list[str]:
-    """Ways of holding out in :func:`train_steps`, which are its columns of errors."""
-    return [name.removesuffix("_inside") for name in left.columns if name.endswith("_inside")]
+    each = left.groupby(["group", "left_out"], observed=False).agg(**FIGURES).unstack()
+    found = {"rows": each["rows", "row"]}
+    for way in ("cluster", "chip"):
+        found |= {way: each["mape", way], f"{way}_inside": each["coverage", way]}
+    return pd.DataFrame(found).reset_index()
 
 
 def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
@@ -365,17 +341,8 @@ def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
     Args:
         left: From :func:`train_steps`.
     """
-    records = []
-    for name in ways_of(left):
-        logs, groups = left[name].to_numpy(), left["group"].to_numpy()
-        records.append(
-            {
-                "left_out": name,
-                "rows": int(left[name].notna().sum()),
-                "groups": int(left["group"].nunique()),
-                "mape": group_error(logs, groups),
-                "median_ape": group_error(logs, groups, "median"),
-                "coverage": float(left[f"{name}_inside"].groupby(groups).mean().mean()),
-            }
-        )
-    return pd.DataFrame(records)
+    each = left.groupby(["left_out", "group"], observed=False).agg(**FIGURES).reset_index()
+    means = {name: (name, "mean") for name in ("mape", "median_ape", "coverage")}
+    by = each.groupby("left_out", observed=False)
+    figures = by.agg(rows=("rows", "sum"), groups=("group", "nunique"), **means).reset_index()
+    return figures.astype({"left_out": str})

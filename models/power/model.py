@@ -12,7 +12,15 @@ from ...common.types import JsonMapping, typed
 from ...features.devices.catalogue import find_device
 from ..core.store import JsonModel
 from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
-from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins
+from ..trust.calibrator import (
+    Calibrator,
+    Ends,
+    ends,
+    group_weight,
+    including_zero,
+    size_bins,
+    weighted_ends,
+)
 from .law import PowerLaw, Silicon, fit_law
 from .rows import PowerRows
 
@@ -171,8 +179,8 @@ class PowerModel(JsonModel):
             self.time_ends = ((low, high), (2.0 * low, 2.0 * high))
             self.unseen_ends = (2.0 * every[0], 2.0 * every[1])
             return
-        self.time_ends = ((low, high), _balanced(unseen.time, unseen.device))
-        self.unseen_ends = _balanced(unseen.power, unseen.device)
+        self.time_ends = ((low, high), weighted_ends(unseen.time, group_weight(unseen.device)))
+        self.unseen_ends = weighted_ends(unseen.power, group_weight(unseen.device))
 
     def to_dict(self) -> dict[str, object]:
         """Convert to plain data for JSON."""
@@ -280,7 +288,7 @@ def _law_ends(
         own = rows.take(at := np.flatnonzero(steady & (rows.device == name)))
         errors.append(np.log(share[at] / own.share(lacking.law, seconds[at])[0]))
         group += [f"{name} {f}" for f in family[at]]
-    return _balanced(np.concatenate(errors), np.array(group, object))
+    return weighted_ends(np.concatenate(errors), group_weight(np.array(group, object)))
 
 
 def _law(
@@ -343,10 +351,3 @@ def _learned(
         law, classes, devices, trees,
         ((-0.5, 0.5), (-1.0, 1.0)), [(-0.5, 0.5)], (-0.5, 0.5), np.array([]),
     )  # fmt: skip
-
-
-def _balanced(errors: np.ndarray, group: np.ndarray) -> Ends:
-    """Interval bounds of errors whose groups have equal weights."""
-    found = Calibrator[str]()
-    found.add_balanced("", errors, group)
-    return found.ends[""]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..trust.calibrator import NORMAL_90, Calibrator, Ends, weighted_quantile
+from ..trust.calibrator import NORMAL_90, Calibrator, Ends, group_weight, weighted_ends
 from .effects import APART, Context
 
 #: Most similar measured runs that a row has, most similar first: the same model, engine, formats
@@ -145,12 +145,8 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
         if len({score.latency for score in own}) >= LEAST:
             spreads = np.array([score.spread for score in own])
             values, weight = _errors(key, own)
-            found.add(key, values, weight)
-            tail = (1.0 - BOUNDED) / 2.0
-            least, most = (
-                weighted_quantile(values * spreads, weight, share) for share in (tail, 1.0 - tail)
-            )
-            bounds.ends[key] = (min(least, 0.0), max(most, 0.0))
+            found.ends[key] = weighted_ends(values, weight)
+            bounds.ends[key] = weighted_ends(values * spreads, weight, BOUNDED)
     for kind in (found, bounds):
         for key in sorted(kind.ends, key=lambda key: len(key.surer)):
             for place in key.surer:
@@ -167,11 +163,9 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
 
 def _errors(key: EndKey, scores: Sequence[Score]) -> tuple[np.ndarray, np.ndarray]:
     """Errors in deviations, widened for unseen clusters, and their weights."""
-    groups = np.array([score.group for score in scores])
     units = np.array([FOREIGN if score.tier == TIERS[-1] else 1.0 for score in scores])
     values = np.array([score.error / score.spread for score in scores]) / units
-    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    weight = counts[index] ** (GROUP_POWER - 1.0)
+    weight = group_weight(np.array([score.group for score in scores]), GROUP_POWER)
     if key.place == ELSEWHERE:
         # Standard factor of an interval for one more cluster after n measured ones.
         clusters = [score.context.get("cluster", "") for score in scores]

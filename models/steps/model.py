@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -154,21 +154,16 @@ def calibrated_as(tier: str, slopes: Mapping[str, float]) -> str:
     return known + OF_EXPERTS if slopes.get("experts", 0.0) > 0.0 else known
 
 
-def interval_ends(
-    errors: Mapping[str, Sequence[tuple[str, float]]],
-) -> dict[str, tuple[float, float]]:
-    """Calibrate interval bounds on the errors of held-out steps.
+def interval_ends(known: np.ndarray, scores: np.ndarray, groups: np.ndarray) -> Calibrator[str]:
+    """Calibrate interval bounds on the errors of held-out steps, shape ``(n,)`` each.
 
     Args:
-        errors: By the key of :func:`calibrated_as`: group, and logarithm of measured over predicted
-            seconds in deviations. Every group has the same weight, however many runs it has.
+        known: Keys, from :func:`calibrated_as`.
+        scores: Logarithms of measured over predicted seconds, in deviations.
+        groups: Their groups, which have equal weights, however many runs they have.
     """
-    found = Calibrator[str]()
-    for tier, scores in errors.items():
-        if scores:
-            groups, values = map(np.array, zip(*scores, strict=True))
-            found.add_balanced(tier, values, groups)
+    found = Calibrator[str]().pool(scores, known.tolist(), least=1, group=groups)
     for better, worse in _LESS_SURE:
         # Less knowledge never narrows an interval.
         found.widen(worse, better)
-    return found.ends
+    return found

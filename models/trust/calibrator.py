@@ -54,42 +54,36 @@ class Calibrator(Generic[Key]):
         return next((self.ends[key] for key in keys if key in self.ends), default)
 
     def pool(
-        self, scores: np.ndarray, *levels: Iterable[Key], least: int = MIN_SCORES
-    ) -> Calibrator[Key]:
-        """Calibrate conformal bounds, including 0, for every key with enough scores.
+        self,
+        scores: np.ndarray,
+        *levels: Iterable[Key],
+        least: int = MIN_SCORES,
+        group: np.ndarray | None = None,
+    ) -> Self:
+        """Calibrate bounds, including 0, for every key with enough scores.
 
         Args:
             scores: Held-out errors, shape ``(n,)``.
             levels: Keys of the ``n`` scores at each level of the hierarchy.
             least: Fewest scores of a key.
+            group: Groups of the scores, shape ``(n,)``: the bounds are quantiles of groups with
+                equal weights; ``None`` for conformal bounds.
 
         Returns:
             The calibrator itself.
         """
         for keys in levels:
-            pools: dict[Key, list[float]] = {}
-            for key, score in zip(keys, scores.tolist(), strict=True):
-                pools.setdefault(key, []).append(score)
-            enough = {key: own for key, own in pools.items() if len(own) >= least}
-            self.ends |= {key: including_zero(ends(np.array(own))) for key, own in enough.items()}
+            pools: dict[Key, list[int]] = {}
+            for at, key in enumerate(keys):
+                pools.setdefault(key, []).append(at)
+            for key, own in pools.items():
+                if len(own) < least:
+                    continue
+                if group is None:
+                    self.ends[key] = including_zero(ends(scores[own]))
+                else:
+                    self.ends[key] = weighted_ends(scores[own], group_weight(group[own]))
         return self
-
-    def add(self, key: Key, scores: np.ndarray, weight: np.ndarray | None = None) -> None:
-        """Calibrate a key by weighted quantiles of scores, including 0.
-
-        Args:
-            key: The key.
-            scores: Held-out errors, shape ``(n,)``.
-            weight: Weight of each score; ``None`` for equal weights.
-        """
-        own = np.ones(len(scores)) if weight is None else weight
-        low, high = (weighted_quantile(scores, own, (1 + side * COVERAGE) / 2) for side in (-1, 1))
-        self.ends[key] = including_zero((low, high))
-
-    def add_balanced(self, key: Key, scores: np.ndarray, group: np.ndarray) -> None:
-        """Calibrate a key by scores whose groups have equal weights, including 0."""
-        _, index, counts = np.unique(group.astype(str), return_inverse=True, return_counts=True)
-        self.add(key, scores, 1.0 / counts[index])
 
     def widen(self, key: Key, known: Key) -> None:
         """Make the bounds of a less known key at least as wide as those of a known one."""
@@ -103,6 +97,18 @@ def weighted_quantile(values: np.ndarray, weight: np.ndarray, level: float) -> f
     order = np.argsort(values)
     share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
     return float(np.interp(level, share, values[order]))
+
+
+def group_weight(group: np.ndarray, power: float = 0.0) -> np.ndarray:
+    """Weight of each score such that a group's total is its size to a power, shape ``(n,)``."""
+    _, index, counts = np.unique(group.astype(str), return_inverse=True, return_counts=True)
+    return np.asarray(counts[index] ** (power - 1.0))
+
+
+def weighted_ends(scores: np.ndarray, weight: np.ndarray, level: float = COVERAGE) -> Ends:
+    """Weighted quantiles that leave half of ``1 - level`` on each side, including 0."""
+    low, high = (weighted_quantile(scores, weight, (1 + side * level) / 2) for side in (-1, 1))
+    return including_zero((low, high))
 
 
 def ends(scores: np.ndarray, level: float = COVERAGE) -> Ends:

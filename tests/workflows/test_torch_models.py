@@ -30,6 +30,7 @@ from opcast.models.program.pytorch import (
 )
 from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.operator.torch_framework import TorchPredictor
+from opcast.workflows.judging import left_out_rows
 from opcast.workflows.torch_models.evaluate import (
     as_run,
     choices,
@@ -273,8 +274,8 @@ def test_chips_with_leading_products_have_effects_and_ends_of_their_own() -> Non
         == model.ends["known/leading/torch-eager/infer"]
     )
     # Figures are of each table.
-    tables = ["first" if own else "second" for own in leading]
-    figures = left_out_figures(left, tables).set_index(["table", "left_out"])
+    known = pd.DataFrame({"table": np.where(leading, "first", "second"), "measured": np.exp(logs)})
+    figures = left_out_figures(left_out_rows(known, left)).set_index(["table", "left_out"])
     assert figures.loc[("first", "chip"), "rows"] == 120
     apes = np.abs(np.expm1(-left["chip"][leading, 0]))
     assert figures.loc[("first", "chip"), "mape"] == pytest.approx(apes.mean())

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,15 @@ from ...predict.cluster.case_table import Cells, read_cases
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
-from ..judging import few_of_each, keep_learned, keep_left_out, named_folds
+from ..judging import (
+    FIGURES,
+    Part,
+    few_of_each,
+    keep_learned,
+    left_out_rows,
+    named_folds,
+    parts_of,
+)
 from .rows import (
     FAULTY,
     FEWEST,
@@ -73,8 +81,6 @@ TOGETHER = (
 )
 #: Levels that define a set of runs.
 SET = ("source", "device", "framework", "group")
-#: Prefixes of columns with the coverage of intervals and their width, upper over lower bound.
-INSIDE, WIDTH = "inside ", "width "
 
 
 def train_serving(
@@ -95,10 +101,8 @@ def train_serving(
         start: Model to start training from; ``None`` for no effects.
 
     Returns:
-        The model, and a row for every measured latency: ``id``, ``metric``, ``group``, ``queued``,
-        ``measured`` seconds, and for each way of holding out the logarithmic error, and in a column
-        prefixed with :data:`INSIDE` whether an interval calibrated without the row covers it, and
-        with :data:`WIDTH` its width.
+        The model, and the latencies as from :func:`~..judging.left_out_rows`, with intervals that
+        are calibrated without their rows; ``fit`` if not held out, without intervals.
 
     Raises:
         DatasetError: No measured row can be predicted.
@@ -124,17 +128,18 @@ def train_serving(
     groups = np.array([owners, parts]).T
     tell(f"{len(rows)} measured rows, of which {len(few)} are learned from")
     observe = observer(predictor, [rows[at] for at in few])
-    began, own = predictor.model.effects, [contexts[at] for at in few]
-    effects, _ = fit_serving(observe, own, groups[few], tell, began)
+    drawn_of = [contexts[at] for at in few]
+    effects, _ = fit_serving(observe, drawn_of, groups[few], tell, predictor.model.effects)
     tell("simulating all rows")
     seen = observer(predictor, rows)(effects)
     drawn = np.isin(seen.rows, few)
     linear = linear_serving(seen, contexts, effects)
     sure = solve_serving(linear, seen, groups, drawn).deviations
     model = ServingModel(ServingEffects(effects.values, sure))
-    left = {"fit": linear.errors(effects)}
-    # For each held-out part: its name, the tested latencies, and their scores.
-    scores: list[tuple[str, list[int], list[Score]]] = []
+    left = {"fit": np.full((len(seen.rows), 3), np.nan)}
+    left["fit"][:, 0] = linear.errors(effects)
+    # For each held-out part: its name, and the scores of the tested latencies.
+    scores: list[tuple[str, list[Score]]] = []
     outputs = [row.closed_output() for row in rows]
     requests: list[Score] = []
     for part in left_outs(contexts, names, seed):
@@ -143,19 +148,19 @@ def train_serving(
             continue
         if part.name not in left:
             tell(f"holding out each {part.name}")
-            left[part.name] = np.full(len(seen.rows), np.nan)
+            left[part.name] = np.full((len(seen.rows), 3), np.nan)
         without = solve_serving(linear, seen, groups, learn)
         errors = linear.errors(without)
-        np.copyto(left[part.name], errors, where=judge)
+        left[part.name][judge, 0] = errors[judge]
         known = ServingModel(without, provenance=_learned(measured, seen, contexts, learn))
-        at = np.flatnonzero(judge).tolist()
         score = partial(_score, seen, contexts, groups[:, 1], known)
-        scores.append((part.name, at, [score(i, float(errors[i])) for i in at]))
+        own = [score(i, float(errors[i])) for i in np.flatnonzero(judge).tolist()]
+        scores.append((part.name, own))
         whole = request_errors(seen, errors, outputs)
         requests += [score(i, e, REQUEST_TIME) for i, e in whole.items() if judge[i]]
     tell("calibrating intervals")
-    left |= _inside(seen, scores)
-    judged = (score for _, _, own in scores for score in own)
+    _bound(left, seen, scores)
+    judged = (score for _, own in scores for score in own)
     model.ends = serving_ends([*judged, *requests])
     model.provenance = _learned(measured, seen, contexts, drawn)
     frame = pd.DataFrame(
@@ -163,12 +168,10 @@ def train_serving(
             "id": [names[row] for row in seen.rows],
             "metric": seen.metrics,
             "group": groups[seen.rows, 1],
-            "queued": seen.queued,
             "measured": np.exp(seen.measured),
-            **left,
         }
     )
-    return model, frame
+    return model, left_out_rows(frame, left)
 
 
 def _good_rows(table: pd.DataFrame, folder: Path) -> list[ServingRow]:
@@ -198,35 +201,19 @@ def _score(
     return Score(key, tier, context, str(groups[row]), at, error, spread)
 
 
-def _inside(
-    seen: Observed, scores: Sequence[tuple[str, list[int], list[Score]]]
-) -> dict[str, np.ndarray]:
-    """Whether intervals calibrated without the errors of a latency's row cover it, and widths.
-
-    Returns:
-        1, 0, or NaN if not tested, by :data:`INSIDE` followed by what was held out; widths by
-        :data:`WIDTH`.
-    """
-    found: dict[str, np.ndarray] = {}
-    for name, at, own in scores:
-        judged = set(seen.rows[at].tolist())
-        others = (
-            score
-            for _, places, part in scores
-            for place, score in zip(places, part, strict=True)
-            if seen.rows[place] not in judged
-        )
+def _bound(
+    left: Mapping[str, np.ndarray], seen: Observed, scores: Sequence[tuple[str, list[Score]]]
+) -> None:
+    """Set the bounds of intervals calibrated without the errors of each latency's row."""
+    for name, own in scores:
+        judged = set(seen.rows[[score.latency for score in own]].tolist())
+        others = (s for _, part in scores for s in part if seen.rows[s.latency] not in judged)
         ends = ServingModel(ends=serving_ends(others))
-        inside, width = (
-            found.setdefault(f"{prefix}{name}", np.full(len(seen.rows), np.nan))
-            for prefix in (INSIDE, WIDTH)
-        )
-        for place, score in zip(at, own, strict=True):
-            metric, queued = str(seen.metrics[place]), float(seen.queued[place])
+        for score in own:
+            metric, queued = str(seen.metrics[score.latency]), float(seen.queued[score.latency])
             known = score.tier, queued, score.context
-            low, high = ends.interval(metric, *known, score.spread, score.key.place)
-            inside[place], width[place] = low <= np.exp(score.error) <= high, high / low
-    return found
+            factors = ends.interval(metric, *known, score.spread, score.key.place)
+            left[name][score.latency, 1:] = np.log(factors)
 
 
 def _measured(rows: Sequence[ServingRow]) -> Known:
@@ -262,25 +249,7 @@ def _often(counts: Counter[str], least: int = LEAST) -> tuple[str, ...]:
     return tuple(sorted(name for name, rows in counts.items() if rows >= least))
 
 
-class LeftOut(NamedTuple):
-    """A held-out part of the rows.
-
-    Attributes:
-        name: What is held out, such as ``device``.
-        value: Its value, such as ``h100-sxm``.
-        judge: Mask of the test rows.
-        learn: Mask of the training rows.
-    """
-
-    name: str
-    value: str
-    judge: np.ndarray
-    learn: np.ndarray
-
-
-def left_outs(
-    contexts: Sequence[Context], names: Sequence[str], seed: int = 0
-) -> Iterator[LeftOut]:
+def left_outs(contexts: Sequence[Context], names: Sequence[str], seed: int = 0) -> Iterator[Part]:
     """Yield the parts to hold out.
 
     These are folds of rows and of sets of runs (:data:`SET`), each value of :data:`LEFT_OUT`, and
@@ -295,9 +264,7 @@ def left_outs(
     every, of_set = np.unique(sets, return_inverse=True)
     keys = {"row": named_folds(names, seed), "set": named_folds(every, seed)[of_set]}
     keys |= {name: np.array([context[level] for context in contexts]) for name, level in LEFT_OUT}
-    for name, key in keys.items():
-        for value in np.unique(key):
-            yield LeftOut(name, str(value), key == value, key != value)
+    yield from parts_of(keys)
     for first, second in TOGETHER:
         one, two = keys[first], keys[second]
         for here, own in sorted(set(zip(one.tolist(), two.tolist(), strict=True))):
@@ -305,14 +272,7 @@ def left_outs(
             if (a & b).sum() < min(LEAST, len(contexts) // 100):
                 # Too few to calibrate an interval.
                 continue
-            yield LeftOut(f"{first} and {second}", f"{here} {own}", a & b, ~a & ~b)
-
-
-def _ways(left: pd.DataFrame) -> list[str]:
-    """Columns of errors of :func:`train_serving`."""
-    known = ("id", "metric", "group", "queued", "measured")
-    other = (INSIDE, WIDTH)
-    return [name for name in left.columns if name not in known and not name.startswith(other)]
+            yield Part(f"{first} and {second}", f"{here} {own}", a & b, ~a & ~b)
 
 
 def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
@@ -326,24 +286,17 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
         over groups of their medians), and ``coverage`` and median ``width`` (upper over lower
         bound) of the 90 % intervals.
     """
-    records = []
-    for name in _ways(left):
-        for metric, part in left.groupby("metric"):
-            error = np.abs(np.expm1(-part[name]))
-            inside, width = (part.get(f"{prefix}{name}") for prefix in (INSIDE, WIDTH))
-            records.append(
-                {
-                    "left_out": name,
-                    "metric": metric,
-                    "rows": int(error.notna().sum()),
-                    "median_ape": float(error.median()),
-                    "mape": float(error.mean()),
-                    "median_ape_groups": float(error.groupby(part["group"]).median().mean()),
-                    "coverage": float("nan") if inside is None else float(inside.mean()),
-                    "width": float("nan") if width is None else float(width.median()),
-                }
-            )
-    return pd.DataFrame(records)
+    by = ["left_out", "metric"]
+    found = left.groupby(by, observed=False).agg(
+        rows=FIGURES["rows"],
+        median_ape=FIGURES["median_ape"],
+        mape=FIGURES["mape"],
+        coverage=FIGURES["coverage"],
+        width=("width", "median"),
+    )
+    groups = left.groupby([*by, "group"], observed=False)["error"].median()
+    found.insert(3, "median_ape_groups", groups.groupby(by, observed=False).mean())
+    return found.reset_index().astype({"left_out": str})
 
 
 def run_train_serving(console: Console, settings: TableSettings) -> ServingModel:
@@ -355,6 +308,6 @@ def run_train_serving(console: Console, settings: TableSettings) -> ServingModel
     figures = left_out_serving(left)
     print_frame(console, in_percent(figures), "held-out serving runs, errors in %")
     errors = figures[["left_out", "metric", "median_ape"]]
-    keep_left_out(settings.left_out, left, [way for way in _ways(left) if way != "fit"])
-    keep_learned(console, settings, model, len(model.effects.values), len(left), figures, errors)
+    left = left[left["left_out"] != "fit"]
+    keep_learned(console, settings, model, len(model.effects.values), left, figures, errors)
     return model

@@ -28,13 +28,13 @@ from ...models.program.pytorch import (
     torch_context,
     widened,
 )
-from ...models.trust.calibrator import MIN_SCORES, Calibrator, Ends, ends, including_zero
+from ...models.trust.calibrator import Calibrator, Ends
 from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.devices import resolve_device
 from ...predict.locate import OPERATOR_MODEL, model_hash
 from ...predict.operator.aten_costs import measured_costs
 from ...predict.operator.torch_framework import operator_bundle
-from ..judging import FOLDS, keep_learned, keep_left_out, print_reasons
+from ..judging import FIGURES, FOLDS, keep_learned, left_out_rows, parts_of, print_reasons
 from .rows import Asking, ModelRow, model_row, seconds_of
 
 if TYPE_CHECKING:
@@ -191,17 +191,16 @@ def train_models(
     left = left_out_keys(rows, families, seed)
     trained = np.array([row.case.mode == "train" for row in rows])
     found = {name: np.full((len(rows), 3), np.nan) for name in left}
-    parts = [(name, left[name] == value) for name in left for value in np.unique(left[name])]
-    parts = [(name, judge) for name, judge in parts if not judge.all()]
-    fits = [data.fit(~judge) for _, judge in parts]
-    for (name, judge), effects in zip(parts, fits, strict=True):
-        found[name][judge, 0] = data.errors(effects)[judge]
+    parts = list(parts_of(left))
+    fits = [data.fit(part.learn) for part in parts]
+    for part, effects in zip(parts, fits, strict=True):
+        found[part.name][part.judge, 0] = data.errors(effects)[part.judge]
     errors = {name: own[:, 0].copy() for name, own in found.items()}
-    for name, judge in parts:
-        if name == _LEFT["known"]:
+    for part in parts:
+        if part.name == _LEFT["known"]:
             # A chip without other rows is not known.
-            away = judge & ~np.isin(left["chip"], left["chip"][~judge])
-            errors[name][away] = np.nan
+            away = part.judge & ~np.isin(left["chip"], left["chip"][part.learn])
+            errors[part.name][away] = np.nan
     keys = {
         known: np.array(
             [end_keys(known, *own) for own in zip(data.contexts, trained.tolist(), strict=True)]
@@ -223,12 +222,12 @@ def train_models(
         }
         return model
 
-    for (name, judge), effects in zip(parts, fits, strict=True):
-        model, seconds = made(effects, ~judge), data.predicted(effects)
-        for at in np.flatnonzero(judge):
+    for part, effects in zip(parts, fits, strict=True):
+        model, seconds = made(effects, part.learn), data.predicted(effects)
+        for at in np.flatnonzero(part.judge):
             own = dict(zip(COSTS, seconds[at].tolist(), strict=True))
             span = model.interval(own, data.contexts[at], bool(trained[at]), kind.narrow)
-            found[name][at, 1:] = span or np.nan
+            found[part.name][at, 1:] = span or np.nan
     everything = np.ones(len(rows), bool)
     return made(data.fit(everything), everything), found
 
@@ -267,19 +266,13 @@ def _ends(
     found = Calibrator[str]()
     for known, way in _LEFT.items():
         at = np.flatnonzero(learn & np.isfinite(errors[way]))
-        for level in keys[known][at].T:
-            if known == "new":
-                # There are too few chips to treat those with leading products separately.
-                level = np.array([key.replace("/leading", "") for key in level])
-            for key in np.unique(level):
-                own = at[level == key]
-                if len(own) < MIN_SCORES and key != known:
-                    continue
-                if known == "known":
-                    found.ends[str(key)] = including_zero(ends(errors[way][own]))
-                else:
-                    rows = pd.Series(chips[own]).map(pd.Series(chips[own]).value_counts())
-                    found.add(str(key), errors[way][own], 1.0 / rows.to_numpy(float))
+        levels, group = [level.tolist() for level in keys[known][at].T], None
+        if known == "new":
+            # There are too few chips to treat those with leading products separately.
+            levels = [[key.replace("/leading", "") for key in level] for level in levels]
+            group = chips[at]
+        found.pool(errors[way][at], *levels, group=group)
+        found.pool(errors[way][at], levels[-1], least=1, group=group)
     # Chips with leading products last, because their bounds must contain the others.
     for key in sorted((k for k in found.ends if k.startswith("known")), key=_is_leading):
         new = key.replace("known", "new", 1)
@@ -347,48 +340,31 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
         data, own = measured_models([rows[i] for i in at], [seconds[i] for i in at])
         names = [of_row[row.id][1] for row in own]
         model, judged = train_models(data, own, names, settings.seed, kind)
-        figures = left_out_figures(judged, [of_row[row.id][0] for row in own])
+        known = pd.DataFrame({"id": [row.id for row in own], "metric": "latency"})
+        tables = [of_row[row.id][0] for row in own]
+        known["table"] = pd.Categorical(tables, list(dict.fromkeys(tables)))
+        known["measured"] = [row.measured_s for row in own]
+        left = left_out_rows(known, judged)
+        figures = left_out_figures(left)
         title = f"held-out models ({platform}), errors in %"
         print_frame(console, in_percent(figures), title)
         named = figures.assign(left_out=figures["table"] + "/" + figures["left_out"])
         long = named.melt("left_out", ["mape", "median_ape"])
-        cpu = "-cpu" if platform == "cpu" else ""
-        out = replace(settings, out=settings.out.with_stem(f"{settings.out.stem}{cpu}"))
-        errors = {name: part[:, 0] for name, part in judged.items()}
-        known = {"id": [row.id for row in own], "measured": [row.measured_s for row in own]}
-        left = pd.DataFrame({**known, "metric": "latency", **errors})
-        into = settings.left_out and settings.left_out.with_stem(f"{settings.left_out.stem}{cpu}")
-        keep_left_out(into, left, list(judged))
-        keep_learned(console, out, model, len(model.effects.values), len(own), figures, long)
+        if platform == "cpu":
+            out, into = settings.out, settings.left_out
+            into = into and into.with_stem(f"{into.stem}-cpu")
+            settings = replace(settings, out=out.with_stem(f"{out.stem}-cpu"), left_out=into)
+        keep_learned(console, settings, model, len(model.effects.values), left, figures, long)
         found[platform] = model
     return found
 
 
-def left_out_figures(left: Mapping[str, np.ndarray], tables: Sequence[str]) -> pd.DataFrame:
-    """Held-out errors by table and by what is held out; widths are medians.
+def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
+    """Held-out errors by ``table`` and by what is held out; widths are medians.
 
     Args:
-        left: From :func:`train_models`.
-        tables: Table of each row.
+        left: From :func:`~opcast.workflows.judging.left_out_rows`.
     """
-    records = []
-    for table in dict.fromkeys(tables):
-        for name, own in left.items():
-            logs, lo, hi = own[(np.array(tables) == table) & np.isfinite(own[:, 0])].T
-            if not len(logs):
-                continue
-            apes, spans = np.abs(np.expm1(-logs)), (hi - lo)[np.isfinite(lo)]
-            inside = ((lo <= logs) & (logs <= hi))[np.isfinite(lo)]
-            records.append(
-                {
-                    "table": table,
-                    "left_out": name,
-                    "rows": len(logs),
-                    "mape": float(apes.mean()),
-                    "median_ape": float(np.median(apes)),
-                    "bias": float(np.expm1(-np.median(logs))),
-                    "coverage": float(inside.mean()) if len(spans) else np.nan,
-                    "width": float(np.exp(np.median(spans))) if len(spans) else np.nan,
-                }
-            )
-    return pd.DataFrame(records)
+    by = left.groupby(["table", "left_out"], observed=True)
+    figures = by.agg(**FIGURES, width=("width", "median")).reset_index()
+    return figures.astype({"table": str, "left_out": str})

@@ -132,11 +132,9 @@ def test_what_is_known_of_a_step_decides_the_interval() -> None:
 
 
 def test_steps_of_experts_have_ends_of_their_own() -> None:
-    errors = {
-        "elsewhere": [("g", value) for value in np.linspace(-0.2, 0.2, 41)],
-        "elsewhere/experts": [("h", value) for value in np.linspace(-0.6, 0.1, 71)],
-    }
-    model = StepModel(EffectTable(), ends=interval_ends(errors))
+    known = np.repeat(["elsewhere", "elsewhere/experts"], (41, 71))
+    errors = np.r_[np.linspace(-0.2, 0.2, 41), np.linspace(-0.6, 0.1, 71)]
+    model = StepModel(EffectTable(), ends=interval_ends(known, errors, known).ends)
     # 5 and 95 % of the errors; with experts never inside the ends of those without.
     assert model.ends["elsewhere"] == pytest.approx((-0.18, 0.18), abs=0.01)
     assert model.ends["elsewhere/experts"] == pytest.approx((-0.565, 0.18), abs=0.01)
@@ -158,7 +156,7 @@ def test_a_cluster_with_many_runs_has_an_interval_of_its_own() -> None:
     deviations = {f"whole/cluster/{name}|h100-sxm": 0.1 for name in "xy"}
     table = EffectTable(dict.fromkeys(deviations, 0.0), deviations)
     calibrated = Calibrator({"cluster": (-0.3, 0.3)})
-    calibrated.add("x|h100-sxm", np.linspace(-0.05, 0.05, 201))
+    calibrated.pool(np.linspace(-0.05, 0.05, 201), ["x|h100-sxm"] * 201, group=np.arange(201))
     own = calibrated.ends["x|h100-sxm"]
     assert own == pytest.approx((-0.045, 0.045), abs=1e-3)
     model = StepModel(table, ends=calibrated.ends)
@@ -167,9 +165,10 @@ def test_a_cluster_with_many_runs_has_an_interval_of_its_own() -> None:
 
 
 def test_groups_count_the_same_in_an_interval_and_less_knowledge_is_not_surer() -> None:
-    many = [("big", 0.01)] * 900
-    few = [("small", value) for value in np.linspace(-1, 1, 9)]
-    ends = interval_ends({"cluster": many + few, "elsewhere": [("g", 0.0), ("h", 0.1)]})
+    known = np.repeat(["cluster", "elsewhere"], (909, 2))
+    scores = np.r_[np.full(900, 0.01), np.linspace(-1, 1, 9), 0.0, 0.1]
+    groups = np.repeat(["big", "small", "g", "h"], (900, 9, 1, 1))
+    ends = interval_ends(known, scores, groups).ends
     # Half of the weight is the small group's: a tenth of all is a fifth of it.
     assert ends["cluster"][0] == pytest.approx(-0.95, abs=0.1)
     assert ends["cluster"][1] == pytest.approx(0.95, abs=0.1)

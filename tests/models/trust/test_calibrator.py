@@ -51,9 +51,8 @@ def test_few_scores_take_the_fallback() -> None:
 
 def test_a_group_weighs_the_same_with_one_score_as_with_many() -> None:
     # Weights of 1/20 and 1: k - 10.5 is at (k - 0.5) / 40, which is 5 % for k = 2.5.
-    found = Calibrator[str]()
-    groups = np.array(["many"] * 20 + ["one"])
-    found.add_balanced("all", np.r_[np.arange(1.0, 21.0) - 10.5, 100.0], groups)
+    scores, groups = np.r_[np.arange(1.0, 21.0) - 10.5, 100.0], np.array(["many"] * 20 + ["one"])
+    found = Calibrator[str]().pool(scores, ["all"] * 21, least=1, group=groups)
     assert found.ends["all"] == pytest.approx((-8.0, 100.0))
 
 
