@@ -101,8 +101,9 @@ def train_serving(
         start: Model to start training from; ``None`` for no effects.
 
     Returns:
-        The model, and the latencies as from :func:`~..judging.left_out_rows`, with intervals that
-        are calibrated without their rows; ``fit`` if not held out, without intervals.
+        The model, and the latencies as from :func:`~opcast.workflows.judging.left_out_rows`, with
+        intervals that are calibrated without their rows; ``fit`` if not held out, without
+        intervals.
 
     Raises:
         DatasetError: No measured row can be predicted.
