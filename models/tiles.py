@@ -15,7 +15,7 @@ from ..features.operators.schema import faulty
 from .core.store import JsonModel
 from .estimators.xgboost_trees import SavedTrees, applied, compact, grow
 from .tile_rows import TileRows, keys_of
-from .trust.calibrator import UNCALIBRATED, Calibrator, Ends
+from .trust.calibrator import UNKNOWN, Calibrator, Ends
 
 if TYPE_CHECKING:
     from xgboost import Booster
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _KNOWN, _GENERAL = (300, 6, 3), (150, 5, 3)
 #: Folds over problems, for errors on unseen shapes.
 FOLDS = 5
-#: Bounds without any calibration.
-UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 
 
 class TileAnswer(NamedTuple):

@@ -38,6 +38,8 @@ FIGURES = {
     "bias": ("log", lambda logs: float(np.expm1(logs.median()))),
     "coverage": ("inside", "mean"),
 }
+#: The same with the width of the intervals.
+WIDTHS = {**FIGURES, "width": ("width", "median")}
 #: Folds of cross-validation over rows.
 FOLDS = 5
 #: Minimum number of plans to compare.
@@ -85,12 +87,14 @@ def measured_rows(
 
     Returns:
         The rows with columns ``error`` (absolute relative error), ``log`` (of predicted over
-        measured) and ``inside`` (whether the interval covers the measurement).
+        measured), ``inside`` (whether the interval covers the measurement) and ``width`` (upper
+        over lower bound).
     """
     own = frame[frame[measured].notna() & frame[predicted].notna()].copy()
     ratio = own[predicted].astype(float) / own[measured]
     own["error"], own["log"] = (ratio - 1.0).abs(), np.log(ratio)
-    own["inside"] = own[measured].between(own[ends[0]], own[ends[1]])
+    low, high = (own[end] for end in ends)
+    own["inside"], own["width"] = own[measured].between(low, high), high / low
     return own
 
 
@@ -214,15 +218,14 @@ def left_out_rows(known: pd.DataFrame, found: Mapping[str, np.ndarray]) -> pd.Da
             bounds of the interval over predicted, shape ``(n, 3)``; NaN if there is none.
 
     Returns:
-        As from :func:`measured_rows`, with what was ``left_out``, and the ``width``, upper over
-        lower bound.
+        As from :func:`measured_rows`, with what was ``left_out``.
     """
     every = []
     for name, own in found.items():
         low, high = np.exp(own[:, 1:]).T
         seconds = known["measured"] * np.exp(-own[:, 0])
         ends = {"predicted": seconds, "lo": seconds * low, "hi": seconds * high}
-        every.append(known.assign(left_out=name, width=high / low, **ends))
+        every.append(known.assign(left_out=name, **ends))
     rows = measured_rows(pd.concat(every), "predicted", "measured", ("lo", "hi"))
     rows["left_out"] = pd.Categorical(rows["left_out"], list(found))
     rows["inside"] = rows["inside"].astype(float).where(rows["width"].notna())

@@ -27,6 +27,7 @@ from ..predict.cluster.step_table import StepRow, StepRuns, floor_seconds, step_
 from ..predict.operator.step_operators import load_step_model
 from .judging import (
     FIGURES,
+    WIDTHS,
     Judged,
     choice,
     choice_figures,
@@ -133,9 +134,7 @@ def judge_memory(frame: pd.DataFrame) -> pd.DataFrame:
         frame: From :func:`evaluate_steps`.
     """
     own = measured_rows(frame, "memory_bytes", "measured_memory_bytes", MEMORY_ENDS)
-    own["width"] = own[MEMORY_ENDS[1]] / own[MEMORY_ENDS[0]]
-    groups = own.groupby(["source", "device"], dropna=False)
-    return groups.agg(**FIGURES, width=("width", "median")).reset_index()
+    return own.groupby(["source", "device"], dropna=False).agg(**WIDTHS).reset_index()
 
 
 def judge(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:

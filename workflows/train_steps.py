@@ -18,12 +18,11 @@ from ..models.steps.effects import LEARNED, EffectTable, Slopes, fit_effects, sl
 from ..models.steps.memory import fit_laws
 from ..models.steps.model import (
     ELSEWHERE,
-    UNCALIBRATED,
     StepModel,
     calibrated_as,
     interval_ends,
 )
-from ..models.trust.calibrator import Calibrator, Ends
+from ..models.trust.calibrator import STANDARD, Calibrator, Ends
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.step_table import StepRuns, fullest, step_row
 from ..predict.operator.step_operators import load_step_model
@@ -271,7 +270,7 @@ class _Study:
         for group in np.unique(self.groups):
             ends = self._pooled(left, self.groups != group)
             own = (self.groups == group) & np.isfinite(left.error)
-            each = [ends.of((key,), UNCALIBRATED) for key in left.known[own]]
+            each = [ends.of((key,), STANDARD) for key in left.known[own]]
             bounds[own] = np.reshape(each, (-1, 2))
         found = np.dstack([left.error, left.spread[..., None] * bounds])
         return dict(zip(left.ways, found, strict=True))

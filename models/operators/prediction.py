@@ -21,7 +21,7 @@ from ...features.operators.op import moving_s
 from ..trust.calibrator import (
     LEAST_SETS,
     MIN_SCORES,
-    UNCALIBRATED,
+    UNKNOWN,
     Calibrator,
     Ends,
     ends,
@@ -48,8 +48,6 @@ UNSEEN, FOREIGN = "", "*"
 NEW_GROUP = "+"
 #: Separator between a device and a format with separate bounds.
 WITHIN = "|"
-#: Bounds without any calibration.
-UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 #: Separator in the key of versions that are known for one family on one device only: library,
 #: device, family.
 SEPARATOR = "@"

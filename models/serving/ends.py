@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..trust.calibrator import NORMAL_90, Calibrator, Ends, group_weight, weighted_ends
+from ..trust.calibrator import Calibrator, Ends, group_weight, weighted_ends
 from .effects import APART, Context
 
 #: Most similar measured runs that a row has, most similar first: the same model, engine, formats
@@ -27,8 +27,6 @@ SATURATED = 0.5
 FULL = 0.9
 #: Representative shares of waiting of the three regimes: unqueued, queued, full.
 REGIMES = (SATURATED / 2.0, (SATURATED + FULL) / 2.0, 1.0)
-#: Bounds without any calibration, in standard deviations: 90 % of a normal distribution.
-UNCALIBRATED = (-NORMAL_90, NORMAL_90)
 #: Share of the held-out errors within the limits that clip all bounds. Effects that offset each
 #: other, such as those of hosts, have deviations that add up as if independent: unclipped,
 #: multiples of these would span factors of 70 where the host dominates.

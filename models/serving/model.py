@@ -11,7 +11,7 @@ import numpy as np
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..effects import source_note
-from ..trust.calibrator import COVERAGE, Calibrator, Ends
+from ..trust.calibrator import COVERAGE, STANDARD, Calibrator, Ends
 from .effects import APART, Context, ServingEffects
 from .ends import (
     ELSEWHERE,
@@ -19,7 +19,6 @@ from .ends import (
     NEW,
     REGIMES,
     TIERS,
-    UNCALIBRATED,
     bound_of,
     kind_of,
 )
@@ -173,7 +172,7 @@ class ServingModel(JsonModel):
         def factors(share: float) -> np.ndarray:
             kind = kind_of(metric, share, context)
             keys = [*kind._replace(place=where).fallbacks()]
-            ends = Calibrator(self.ends).of(map(str, keys), UNCALIBRATED)
+            ends = Calibrator(self.ends).of(map(str, keys), STANDARD)
             bound = Calibrator(self.ends).of(map(bound_of, keys), (-np.inf, np.inf))
             reach = unit * np.array(own.get(str(kind.shared), ends))
             return np.exp(np.clip(reach, *(foreign * np.array(bound))))
@@ -271,7 +270,7 @@ def own_ends(model: ServingModel, errors: Mapping[str, Sequence[float]]) -> dict
     for kind in {kind_of(name, queued, {"spread": how}).shared for name, queued, how in cases}:
         left = errors.get(str(kind), ())
         keys = map(str, kind._replace(place="" if left else ELSEWHERE).fallbacks())
-        low, high = Calibrator(model.ends).of(keys, UNCALIBRATED)
+        low, high = Calibrator(model.ends).of(keys, STANDARD)
         if left:
             # The extreme ones, since few runs underestimate the spread of further ones.
             outer = (1.0 - COVERAGE) / 2.0

@@ -11,7 +11,7 @@ from ...common.errors import PlanError
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..effects import CLUSTER, source_note
-from ..trust.calibrator import NORMAL_90, Calibrator, Ends, with_error
+from ..trust.calibrator import STANDARD, Calibrator, Ends, with_error
 from .effects import FRAMEWORKS, OWN, UNKNOWN, EffectTable, StepContext
 from .memory import MemoryLaw
 
@@ -25,8 +25,6 @@ ELSEWHERE = "elsewhere"
 #: frameworks beyond the effects (of the held-out rows, dense bounds covered 98 % of dense models
 #: and 66 % of those with experts).
 OF_EXPERTS = "/experts"
-#: Bounds without any calibration, in standard deviations: 90 % of a normal distribution.
-UNCALIBRATED = (-NORMAL_90, NORMAL_90)
 #: Pairs of calibration sets of which the second must not have narrower bounds than the first.
 _LESS_SURE = (
     (CLUSTER, ELSEWHERE),
@@ -111,7 +109,7 @@ class StepModel(JsonModel):
         """
         known = calibrated_as(self.tier(context), slopes)
         keys = (context.cluster, known) if known == CLUSTER else (known,)
-        low, high = Calibrator(self.ends).of(keys, UNCALIBRATED)
+        low, high = Calibrator(self.ends).of(keys, STANDARD)
         spread = self.table.spread(context, slopes)
         return with_error((low * spread, high * spread), operators)
 

@@ -31,6 +31,8 @@ LEAST_SETS = 19
 #: Log half-width without any calibration: a factor of 4 either way. Engineering estimate of the
 #: rarely exceeded error of a roofline with launch cost; not fitted.
 UNCALIBRATED = float(np.log(4.0))
+#: Bounds without any calibration: of a logarithm, and in standard deviations of a normal error.
+UNKNOWN, STANDARD = (-UNCALIBRATED, UNCALIBRATED), (-NORMAL_90, NORMAL_90)
 
 #: Lower and upper bound of an interval.
 Ends = tuple[float, float]

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError
-from opcast.models.serving.ends import UNCALIBRATED
 from opcast.models.serving.model import ServingModel, own_ends
+from opcast.models.trust.calibrator import STANDARD
 from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.cluster.deployment import Workers
 from opcast.predict.cluster.serving import ServingPredictor
@@ -182,7 +182,7 @@ def test_a_stack_of_ones_own_is_learned_with_its_memory(plain: pd.DataFrame) -> 
     assert model.group_of(own.model.shape()) == "small"
     assert model.tier({**context, "cluster": "own|h200-sxm"}) == "new"
     sure = own_ends(ServingModel(ends={"tpot": (-0.1, 0.1)}), {"tpot": [-0.3, 0.05]})
-    assert sure["tpot"] == (-0.3, 0.1) and sure["ttft"] == UNCALIBRATED
+    assert sure["tpot"] == (-0.3, 0.1) and sure["ttft"] == STANDARD
     with pytest.raises(DatasetError, match="no row to calibrate on"):
         calibrate_serving(table(), None, ServingModel(), Path())
     with pytest.raises(DatasetError, match="several sources"):

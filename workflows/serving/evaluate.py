@@ -153,17 +153,10 @@ def judge_serving(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
     plans = configuration_choice(frame, table)
     expressed = frame[[name for name, _ in COLUMNS]].notna().any(axis=1)
     overall: dict[str, float] = {"rows": float(len(frame)), "expressed": float(expressed.mean())}
-    for metric, rows in own.groupby("metric"):
-        groups = by_group[by_group["metric"] == metric]
-        figures = {
-            "rows": len(rows),
-            "median_ape": rows["error"].median(),
-            "mape": rows["error"].mean(),
-            "median_ape_groups": groups["median_ape"].mean(),
-            "coverage": rows["inside"].mean(),
-            "coverage_groups": groups["coverage"].mean(),
-        }
-        overall |= {f"{metric}/{name}": float(value) for name, value in figures.items()}
+    groups = by_group.groupby("metric")[["median_ape", "coverage"]].mean().add_suffix("_groups")
+    figures = own.groupby("metric").agg(**FIGURES).drop(columns="bias").join(groups)
+    for metric, row in figures.iterrows():
+        overall |= {f"{metric}/{name}": float(value) for name, value in row.items()}
     return Judged(by_group, overall | choice_figures(plans), plans)
 
 

@@ -36,7 +36,7 @@ from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..judging import (
-    FIGURES,
+    WIDTHS,
     Part,
     few_of_each,
     keep_learned,
@@ -288,16 +288,11 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
         bound) of the 90 % intervals.
     """
     by = ["left_out", "metric"]
-    found = left.groupby(by, observed=False).agg(
-        rows=FIGURES["rows"],
-        median_ape=FIGURES["median_ape"],
-        mape=FIGURES["mape"],
-        coverage=FIGURES["coverage"],
-        width=("width", "median"),
-    )
     groups = left.groupby([*by, "group"], observed=False)["error"].median()
-    found.insert(3, "median_ape_groups", groups.groupby(by, observed=False).mean())
-    return found.reset_index().astype({"left_out": str})
+    found = left.groupby(by, observed=False).agg(**WIDTHS)
+    found["median_ape_groups"] = groups.groupby(by, observed=False).mean()
+    names = ["rows", "median_ape", "mape", "median_ape_groups", "coverage", "width"]
+    return found[names].reset_index().astype({"left_out": str})
 
 
 def run_train_serving(console: Console, settings: TableSettings) -> ServingModel:

@@ -25,6 +25,7 @@ from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.locate import OPERATOR_MODEL, model_hash
 from ..judging import (
     FIGURES,
+    WIDTHS,
     Judged,
     choice,
     keep_judged,
@@ -182,8 +183,9 @@ def judge_models(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
     """
     own = with_groups(frame, table)
     by_group = own.groupby([c for c in GROUPS if c in own], dropna=False).agg(**FIGURES)
-    figures = {name: float(value) for name, value in _figures(own).items()}
-    overall = {"expressed": float(frame["latency_us"].notna().mean()), **figures}
+    overall = {"expressed": float(frame["latency_us"].notna().mean())}
+    whole = own.groupby(np.zeros(len(own))).agg(**WIDTHS)
+    overall |= {str(name): float(value) for name, column in whole.items() for value in column}
     plans = choices(frame, table)
     for name, found in plans.groupby("choice"):
         overall |= {f"{name}/tau": found["tau"].mean(), f"{name}/regret": found["regret"].mean()}
@@ -191,22 +193,10 @@ def judge_models(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
 
 
 def with_groups(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """Select measured rows, with their errors, interval ``width``, and columns to group by."""
+    """Select measured rows, with their errors and columns to group by."""
     own = measured_rows(frame)
-    own["width"] = own["hi_us"] / own["lo_us"]
     names = [name for name in (*GROUPS, *MORE, "model") if name in table]
     return own.join(table.reset_index(drop=True)[names])
-
-
-def _figures(own: pd.DataFrame) -> dict[str, float]:
-    return {
-        "rows": len(own),
-        "mape": own["error"].mean(),
-        "median_ape": own["error"].median(),
-        "bias": np.expm1(own["log"].median()),
-        "coverage": own["inside"].mean(),
-        "width": own["width"].median(),
-    }
 
 
 def choices(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:

@@ -34,7 +34,7 @@ from ...predict.devices import resolve_device
 from ...predict.locate import OPERATOR_MODEL, model_hash
 from ...predict.operator.aten_costs import measured_costs
 from ...predict.operator.torch_framework import operator_bundle
-from ..judging import FIGURES, FOLDS, keep_learned, left_out_rows, parts_of, print_reasons
+from ..judging import FOLDS, WIDTHS, keep_learned, left_out_rows, parts_of, print_reasons
 from .rows import Asking, ModelRow, model_row, seconds_of
 
 if TYPE_CHECKING:
@@ -366,5 +366,4 @@ def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
         left: From :func:`~opcast.workflows.judging.left_out_rows`.
     """
     by = left.groupby(["table", "left_out"], observed=True)
-    figures = by.agg(**FIGURES, width=("width", "median")).reset_index()
-    return figures.astype({"table": str, "left_out": str})
+    return by.agg(**WIDTHS).reset_index().astype({"table": str, "left_out": str})
