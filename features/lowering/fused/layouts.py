@@ -59,6 +59,7 @@ class _Assignment:
         self.copies: dict[tuple[int, Order], Node] = {}
         # Keeps replaced nodes alive, since the tables are keyed by id().
         self.nodes = graph.nodes()
+        self.readers = _readers(self.nodes, graph.outputs)
         for parameter, order in zip(graph.parameters, given, strict=True):
             self._set(parameter, order)
         for node in self.nodes:
@@ -108,10 +109,27 @@ class _Assignment:
             self._results(node, row_major)
         elif opcode == "convolution":
             node.operands = [self._fix(operand) for operand in node.operands]
-            self._set(node, _convolved(node))
+            self._set(node, self._turned(node) or _convolved(node))
+        elif opcode == "dot":
+            node.operands = [self._fix(operand) for operand in node.operands]
+            self._set(node, self._turned(node) or default_order(node.type))
         else:
             node.operands = [self._fix(operand) for operand in node.operands]
             self._results(node, default_order)
+
+    def _turned(self, product: Node) -> Order | None:
+        """Return the order with which the transpose that alone reads a product is a bitcast.
+
+        A product writes any order, so the gradient of weights is made as the weights are stored.
+        Images, of three dimensions or more, keep their features in lanes.
+        """
+        readers = self.readers.get(id(product), [])
+        if len(readers) != 1 or readers[0] is None or readers[0].opcode != "transpose":
+            return None
+        if product.opcode == "convolution" and len(product.type.shape) > 2:
+            return None
+        dims = readers[0].attrs["dimensions"]
+        return tuple(dims[d] for d in default_order(readers[0].type))
 
     def _results(self, node: Node, choose: Callable[[TensorType], Order]) -> None:
         node.results = tuple(_with(t, choose(t)) for t in node.results)
@@ -243,6 +261,19 @@ class _Assignment:
             self._set(made, order)
             self.copies[key] = made
         return self.copies[key]
+
+
+def _readers(
+    nodes: Sequence[Node], outputs: Sequence[Node]
+) -> dict[int, list[Node | None]]:
+    """Return the readers of every value by its id; ``None`` is the result of the graph."""
+    found: dict[int, list[Node | None]] = {}
+    for node in nodes:
+        for operand in node.operands:
+            found.setdefault(id(operand), []).append(node)
+    for node in outputs:
+        found.setdefault(id(node), []).append(None)
+    return found
 
 
 def _convolved(node: Node) -> Order:
