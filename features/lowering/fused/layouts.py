@@ -263,9 +263,7 @@ class _Assignment:
         return self.copies[key]
 
 
-def _readers(
-    nodes: Sequence[Node], outputs: Sequence[Node]
-) -> dict[int, list[Node | None]]:
+def _readers(nodes: Sequence[Node], outputs: Sequence[Node]) -> dict[int, list[Node | None]]:
     """Return the readers of every value by its id; ``None`` is the result of the graph."""
     found: dict[int, list[Node | None]] = {}
     for node in nodes:

@@ -23,6 +23,7 @@ from .clusters import (
     reduction,
     source_of,
 )
+from .folding import is_elementwise
 from .graph import Node
 from .heroes import hero_of, turn_of
 from .machine import Machine
@@ -96,13 +97,16 @@ class MultiOutputFusion:
             # A third kernel between the two would depend on one and feed the other.
             if self._between(producer, consumer):
                 continue
-            if self._sums(consumer) if product else self._pays(producer, consumer):
+            if self._follows(consumer) if product else self._pays(producer, consumer):
                 self.needs.merge(producer, consumer)
                 return
 
-    def _sums(self, cluster: Cluster) -> bool:
+    def _follows(self, cluster: Cluster) -> bool:
+        """Return whether a kernel reduces a product, or computes each element from its own."""
         frame = self._frame(cluster)
-        return frame is not None and frame.kind == "reduce"
+        if frame is None or frame.kind not in ("reduce", "loop"):
+            return False
+        return frame.kind == "reduce" or all(map(_by_element, cluster.nodes))
 
     def _frame(self, cluster: Cluster) -> Frame | None:
         if cluster not in self._frames:
@@ -148,6 +152,10 @@ def _joins(cluster: Cluster) -> bool:
         and not cluster.multiplies
         and not any(root.opcode in UPDATES for root in cluster.roots)
     )
+
+
+def _by_element(node: Node) -> bool:
+    return is_elementwise(node) or node.opcode == "broadcast" or node.size <= 1
 
 
 class Frame(NamedTuple):

@@ -144,3 +144,19 @@ def test_split_lanes_are_named_after_a_copy_that_turns_them(
 ) -> None:
     minor = tuple(reversed(range(len(shape))))
     assert turned_before(TensorType(dtype, shape), minor, TensorType(dtype, result)) == orders
+
+
+def test_the_gradient_of_weights_is_written_as_they_are_stored_with_their_update() -> None:
+    def update(
+        x: jax.Array, w: jax.Array, mean: jax.Array, square: jax.Array, error: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        gradient = jax.grad(lambda w: ((x @ w) * error).sum())(w)
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.99 * square + 0.01 * gradient * gradient
+        return w - mean * lax.rsqrt(square + 1e-8), mean, square
+
+    # As compiled in a training step: the product's kernel reads both operands and the three arrays
+    # to update, which it writes; the gradient itself is never stored.
+    (kernel,) = _kernels(update, *[_shape(1024, 1024)] * 5)
+    assert {"convolution", "rsqrt"} <= _opcodes(kernel)
+    assert kernel.bytes == pytest.approx(8 * 4 * 1024**2, rel=0.01)
