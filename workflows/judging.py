@@ -222,13 +222,18 @@ def left_out_rows(known: pd.DataFrame, found: Mapping[str, np.ndarray]) -> pd.Da
     """
     every = []
     for name, own in found.items():
-        low, high = np.exp(own[:, 1:]).T
-        seconds = known["measured"] * np.exp(-own[:, 0])
-        ends = {"predicted": seconds, "lo": seconds * low, "hi": seconds * high}
-        every.append(known.assign(left_out=name, **ends))
-    rows = measured_rows(pd.concat(every), "predicted", "measured", ("lo", "hi"))
+        log, low, high = own.T
+        figures = {
+            "predicted": known["measured"] * np.exp(-log),
+            "error": np.abs(np.expm1(-log)),
+            "log": -log,
+            # In logarithms, since a bound may be one of the errors.
+            "inside": np.where(np.isnan(low), np.nan, (low <= log) & (log <= high)),
+            "width": np.exp(high - low),
+        }
+        every.append(known.assign(left_out=name, **figures))
+    rows = pd.concat(every).dropna(subset=["log"])
     rows["left_out"] = pd.Categorical(rows["left_out"], list(found))
-    rows["inside"] = rows["inside"].astype(float).where(rows["width"].notna())
     return rows
 
 

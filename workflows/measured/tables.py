@@ -12,11 +12,12 @@ from ...common.parquet import check_measured, read_table
 from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
-from ...models.power.model import LEAST, SUSTAINED, PowerErrors, PowerModel, fit_power
-from ...models.power.rows import PowerRows, power_rows
+from ...models.power.model import LEAST, SUSTAINED, PowerModel, fit_power
+from ...models.power.rows import power_rows
 from ...models.tile_rows import tile_rows
 from ...models.tiles import Ranking, TileModel, fit_tiles, ranking
 from ...predict.locate import OPERATOR_MODEL, find_model
+from ..judging import FIGURES, left_out_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,9 +44,9 @@ def train_power(
         seed: Random seed of the trees.
 
     Returns:
-        The model, and the errors on held-out rows (``lacked`` is ``shape``) and on rows of held-out
-        devices (``lacked`` is ``device``): ``device``, ``family``, ``sustained``, relative errors
-        ``time`` and ``power``, and whether the interval covers each.
+        The model, and as from :func:`~opcast.workflows.judging.left_out_rows` the ``power`` and
+        ``time`` (``metric``, in units of the measurement) of held-out rows (``shape``) and of rows
+        of held-out devices (``device``), with ``device``, ``family`` and ``sustained``.
 
     Raises:
         DatasetError: A column is missing, or there are too few rows of split ``train`` or of the
@@ -74,31 +75,19 @@ def train_power(
         "devices": model.devices,
         "sources": sorted(map(str, good["source"].unique())),
     }
-    judged = [
-        _judged(model, rows, own, readings >= SUSTAINED, lacked)
-        for own, lacked in ((left, "shape"), (unseen, "device"))
-        if own is not None
-    ]
+    judged = []
+    for way, own in (("shape", left), ("device", unseen)):
+        if own is None:
+            continue
+        about = {"device": own.device.astype(str), "family": rows.take(own.at).family().astype(str)}
+        known = pd.DataFrame({**about, "sustained": readings[own.at] >= SUSTAINED, "measured": 1.0})
+        ends = model.ends_of(own, way == "shape")
+        for metric, logs, bounds in zip(
+            ("power", "time"), (own.power, own.time), ends, strict=True
+        ):
+            found = {way: np.column_stack([logs, bounds])}
+            judged.append(left_out_rows(known.assign(metric=metric), found))
     return model, pd.concat(judged, ignore_index=True)
-
-
-def _judged(
-    model: PowerModel, rows: PowerRows, left: PowerErrors, sustained: np.ndarray, lacked: str
-) -> pd.DataFrame:
-    """Held-out errors, and whether the interval covers each."""
-    power, time = model.ends_of(left, lacked == "shape")
-    return pd.DataFrame(
-        {
-            "lacked": lacked,
-            "device": left.device.astype(str),
-            "family": rows.take(left.at).family().astype(str),
-            "sustained": sustained[left.at],
-            "time": np.exp(-left.time) - 1,
-            "time_covered": (time[:, 0] <= left.time) & (left.time <= time[:, 1]),
-            "power": np.exp(-left.power) - 1,
-            "power_covered": (power[:, 0] <= left.power) & (left.power <= power[:, 1]),
-        }
-    )
 
 
 def run_train_power(console: Console, settings: TableSettings) -> None:
@@ -110,16 +99,12 @@ def run_train_power(console: Console, settings: TableSettings) -> None:
         readings=np.where(judged["sustained"], f"from {SUSTAINED} on", f"{LEAST} to {SUSTAINED}")
     )
     parts = pd.concat([parts, parts.assign(family="all")], ignore_index=True)
-    for what in ("power", "time"):
-        parts["size"] = parts[what].abs()
-        for lacked, own in parts.groupby("lacked", sort=False):
-            summary = own.groupby(["device", "family", "readings"]).agg(
-                n=("size", "size"),
-                mape=("size", "mean"),
-                median_ape=("size", "median"),
-                coverage=(f"{what}_covered", "mean"),
-            )
-            print_frame(console, in_percent(summary.reset_index()), f"{what}, {lacked} held out, %")
+    # The shapes first, then the devices.
+    parts = parts.sort_values("metric", kind="stable")
+    for (metric, way), own in parts.groupby(["metric", "left_out"], sort=False):
+        figures = own.groupby(["device", "family", "readings"]).agg(**FIGURES).drop(columns="bias")
+        shown = in_percent(figures.reset_index().rename(columns={"rows": "n"}))
+        print_frame(console, shown, f"{metric}, {way} held out, %")
     wrote(settings.out, f"{model.provenance['rows']} rows")
 
 
