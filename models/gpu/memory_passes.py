@@ -8,7 +8,7 @@ The constants are fitted to published kernels by :mod:`.memory_passes_fit` (docs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class Traffic:
         work: Vector operations.
         integers: Those of them on integers.
         penalty: Factor on memory time: 1 for streams, more for transposes etc.
+        queued: Mean atomic updates of one address, which follow one another.
     """
 
     moved: np.ndarray
@@ -71,12 +72,13 @@ class Traffic:
     work: np.ndarray
     integers: np.ndarray
     penalty: np.ndarray
+    queued: np.ndarray
 
     @classmethod
     def stream(cls, moved: np.ndarray) -> Traffic:
         """Plain streams of ``moved`` bytes."""
         zero = np.zeros(len(moved))
-        return cls(moved, zero, zero, zero, np.ones(len(moved)))
+        return cls(moved, zero, zero, zero, np.ones(len(moved)), zero)
 
     def __len__(self) -> int:
         """Number of passes."""
@@ -84,8 +86,7 @@ class Traffic:
 
     def take(self, rows: np.ndarray) -> Traffic:
         """The given rows, by position or mask."""
-        columns = (self.moved, self.again, self.work, self.integers, self.penalty)
-        return Traffic(*(column[rows] for column in columns))
+        return Traffic(*(getattr(self, own.name)[rows] for own in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,9 @@ def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> 
     rated = (traffic.work - traffic.integers) / device.vector_peak("f32")
     vector = params.vector * (rated + INTEGERS * traffic.integers / device.vector_peak("s32"))
     launch = np.full(len(traffic), launch_seconds(device, params))
-    return PassTimes(launch, traffic.penalty * stream, vector)
+    # Atomics on one address: one per clock (NVIDIA, Kepler GK110 white paper, 2012).
+    memory = np.maximum(traffic.penalty * stream, traffic.queued / (device.clock_hz or np.inf))
+    return PassTimes(launch, memory, vector)
 
 
 def depthwise_seconds(

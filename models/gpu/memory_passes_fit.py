@@ -109,7 +109,8 @@ def traffic_of_rows(rows: pd.DataFrame) -> Traffic:
     work = rows["op"].map(WORK).fillna(4.0).to_numpy(np.float64)
     # Quantization reads two bytes (bf16) and writes one (fp8) per element.
     moved = np.where(quantised, 3.0, (inputs + 1) * width) * size
-    return Traffic(moved, again, work * size, np.zeros(len(rows)), np.ones(len(rows)))
+    zero = np.zeros(len(rows))
+    return Traffic(moved, again, work * size, zero, np.ones(len(rows)), zero)
 
 
 def fit_memory(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], seed: int = 0) -> MemoryFit:

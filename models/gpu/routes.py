@@ -203,7 +203,6 @@ def products(described: Described, at: np.ndarray) -> pd.DataFrame:
     operands = row[:, INDEX["gemm_lhs_bytes"]] + row[:, INDEX["gemm_rhs_bytes"]]
     result = size["b"] * size["m"] * size["n"] * width
     # Less is read where operands are narrower in memory, or broadcast from less.
-    # Fewer bytes are read if operands are narrower in memory or broadcast.
     read = np.minimum(row[:, INDEX["bytes_in"]], operands)
     # The gradient of a strided convolution's input is a convolution of a dilated array, whose holes
     # libraries skip: they compute one small convolution per position within the stride.
@@ -259,6 +258,7 @@ def traffic(row: np.ndarray) -> Traffic:
         + COLUMN_BYTES * column * summed / np.maximum(moved, 1.0)
         + SCATTERED * share["scattered"] * (c("scatter_combines") > 0)
     )
+    updates = c("scatter_rows") * c("scatter_length") * (c("scatter_combines") > 0)
     # Integer work is a part of the others.
     work = sum(
         row[:, i]
@@ -283,7 +283,8 @@ def traffic(row: np.ndarray) -> Traffic:
     longest = np.minimum(LONGEST_ROW / np.maximum(length, 1.0), 1.0)
     again = LONG_ROWS * moved * longest * (reduced | normalised)
     integers = np.minimum(c("work_integer"), work)
-    return Traffic(moved + dragged, again, work * wide, integers * wide, penalty)
+    queued = updates / np.maximum(c("out_elements"), 1.0)
+    return Traffic(moved + dragged, again, work * wide, integers * wide, penalty, queued)
 
 
 def irregular(row: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -24,7 +25,7 @@ PLAIN = MemoryParams(hbm=0.8, cache=0.5, edge=1.0, launch_cycles=2000.0, vector=
 def stream(*moved: float, work: float = 0.0, penalty: float = 1.0) -> Traffic:
     size = np.array(moved, np.float64)
     one = np.ones(len(size))
-    return Traffic(size, 0 * size, work * one, 0 * size, penalty * one)
+    return Traffic(size, 0 * size, work * one, 0 * size, penalty * one, 0 * size)
 
 
 def test_a_long_stream_takes_its_share_of_the_bandwidth(round_gpu: MakeGpu) -> None:
@@ -50,7 +51,7 @@ def test_arithmetic_and_penalties_count(round_gpu: MakeGpu) -> None:
 
 def test_integers_run_at_their_own_rate(round_gpu: MakeGpu) -> None:
     one, work = np.ones(1), np.array([1e12])
-    passes = Traffic(one, 0 * one, work, work, one)
+    passes = Traffic(one, 0 * one, work, work, one, 0 * one)
     # 1e12 operations at half an instruction each: as long as floats where integers have half their
     # rate, and half of that where both have one rate.
     for rate, seconds in ((5e12, 0.1), (1e13, 0.05)):
@@ -58,10 +59,17 @@ def test_integers_run_at_their_own_rate(round_gpu: MakeGpu) -> None:
         assert pass_seconds(passes, device, PLAIN).vector[0] == pytest.approx(seconds)
 
 
+def test_updates_of_one_address_queue(round_gpu: MakeGpu) -> None:
+    # 1e6 updates of each address, one per cycle at 1 GHz; the bytes alone take 10 µs.
+    passes = replace(stream(8e6, 8e6), queued=np.array([1e6, 1.0]))
+    queued, spread = pass_seconds(passes, round_gpu(), PLAIN).memory
+    assert queued == pytest.approx(1e-3) and spread == pytest.approx(1e-5)
+
+
 def test_more_bytes_never_take_less_time(round_gpu: MakeGpu) -> None:
     sizes = np.exp(np.linspace(np.log(1.0), np.log(1e11), 500))
     one = np.ones(500)
-    passes = Traffic(sizes, sizes, sizes, 0 * sizes, one)
+    passes = Traffic(sizes, sizes, sizes, 0 * sizes, one, 0 * sizes)
     total = pass_seconds(passes, round_gpu(), MemoryParams()).total
     assert (np.diff(total) >= -1e-12 * total[1:]).all()
 
