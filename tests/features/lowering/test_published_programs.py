@@ -38,6 +38,9 @@ def judge(name: str) -> None:
     by_op, fused = (lower(source, lowering) for lowering in ("op", "fused"))
     # One token has few products: what is folded of its other ops counts for more.
     least, most = (0.94, MOST_PADDING) if "-decode-" in name else (0.98, 1.07)
+    # Layers outside of loops are recomputed without a barrier (four of Gemma 3's 34): as in XLA,
+    # what they compute twice is merged.
+    least -= 0.01 * ("-train-" in name)
     assert least * flops(by_op) <= flops(fused) <= most * flops(by_op)
     # Fusion saves traffic; padding and copies of loops' starts may add some.
     assert 0.05 * traffic(by_op) < traffic(fused) < 1.05 * traffic(by_op)
