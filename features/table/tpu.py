@@ -28,7 +28,7 @@ from ..ir.program import (
     tiled_size,
 )
 from ..kernels.kernel import Kernel
-from .columns import INDEX, TPU_COLUMNS
+from .columns import INDEX, TPU_COLUMNS, type_facts
 from .roofline import compute_seconds, main_bytes, peaks
 from .row import rows as kernel_rows
 from .table import FeatureTable, feature_table, log_ratio, real_share
@@ -38,11 +38,16 @@ REGISTER = SUBLANES * LANES * 4
 #: Cycles that libtpu estimates per vector register read or written: the median of its estimates for
 #: kernels that only pass over registers (docs/features.md).
 REGISTER_CYCLES = 8.0
+#: Cycles of its estimates per register whose row is copied to a tile of its own: 22.5 on v5e, 20.9
+#: on v6e, the same for five repeated arrays in f32 and bf16.
+SPREAD_CYCLES = 22.0
 #: Vector operations that libtpu counts for an f32 sine or cosine, whose angle it reduces exactly
 #: (docs/features.md): more than ten times an ordinary transcendental.
 ANGLE_FLOPS = 200.0
 #: Ops that first reduce an angle to one period.
 _ANGLES = frozenset(("sine", "cosine", "tan"))
+#: Ops that pass on what a broadcast repeats.
+_AS_IT_IS = frozenset(("copy", "bitcast", "reshape", "convert"))
 _SMALL = 2**-10  # fraction of a floor that is added, so that ratios level off far below it
 
 _AT = {name: place for place, name in enumerate(TPU_COLUMNS)}
@@ -204,6 +209,40 @@ def grouped_seconds(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
     small = (rows[:, INDEX["conv_grouped"]] > 0.0) & (own < LANES)
     flops = rows[:, INDEX["grouped_flops"]] * padded * arrays * LANES / own
     return np.where(small, flops / matrix, 0.0)
+
+
+def spread_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
+    """Return the seconds in which kernels copy rows to several sublanes, shape ``(n,)``.
+
+    An array that is repeated along the dimension of the sublanes, as by ``jnp.repeat`` over heads
+    or rows of an image, is taken apart row by row: every register of the operand's rows is copied
+    to a tile of its own.
+
+    Args:
+        kernels: ``n`` kernels.
+        device: A TPU.
+    """
+    registers = np.array([_spread(k) for k in kernels], np.float64)
+    return np.asarray(SPREAD_CYCLES * registers / max(device.clock_hz, 1.0))
+
+
+def _spread(kernel: Kernel) -> float:
+    """Count the registers of rows that a kernel writes to several sublanes."""
+    return sum(_repeated(own) for own in kernel.body.computations.values())
+
+
+def _repeated(computation: Computation) -> float:
+    """Count the registers of an operand that a computation returns repeated along sublanes."""
+    op = computation.root_op
+    while op.opcode in _AS_IT_IS and op.operands:
+        op = computation.ops[op.operands[0]]
+    dims = op.attrs.get("dimensions") if op.opcode == "broadcast" else None
+    order = type_facts(op.type).order if dims else ()
+    if not dims or len(order) < 2 or order[0] not in dims or order[1] in dims:
+        return 0.0
+    lanes = op.type.shape[order[0]]
+    rows = computation.ops[op.operands[0]].type.size / lanes
+    return float(rows * np.ceil(lanes / LANES))
 
 
 def _near_rate(device: DeviceSpec) -> float:

@@ -25,6 +25,7 @@ from ...features.table.tpu import (
     grouped_seconds,
     near_share,
     sort_seconds,
+    spread_seconds,
     tpu_parts,
     tpu_rows,
 )
@@ -161,7 +162,7 @@ def _within_roofline(
         np.maximum(roofline(kernels, device).latency_s, passed) + device.floor, SMALLEST
     )
     # Nor are convolutions in groups faster than the dense blocks that the compiler makes of them.
-    dense = grouped_seconds(rows, device)
+    dense = np.maximum(grouped_seconds(rows, device), spread_seconds(kernels, device))
     most = np.maximum(base * np.where(products, UNSEEN_PRODUCT, UNSEEN), dense + device.floor)
     learned = np.array([str(source).startswith("learned") for source in prediction.source], bool)
     prediction = _slowed(prediction, learned * dense)

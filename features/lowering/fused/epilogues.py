@@ -28,9 +28,10 @@ def fuse_epilogues(clusters: Clusters, *, is_entry: bool = True) -> None:
     for node in clusters.nodes:
         call = clusters.by_root.get(id(node))
         # Generated products already include the ops that follow them (generated.py).
-        if call is None or call.library:
+        # TPUs have no libraries.
+        if call is None or call.library or clusters.fused_products:
             continue
-        if node.opcode in PRODUCTS and not clusters.fused_products:
+        if node.opcode in PRODUCTS:
             _Epilogue(clusters, call, is_entry=is_entry).run()
         elif node.opcode == "sort":
             _take_positions(clusters, call)

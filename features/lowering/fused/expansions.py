@@ -23,6 +23,9 @@ from .reductions import adder, combiner
 #: Largest k, shortest rows and types that TopkSpecializer's kernel accepts (found by compiling for
 #: an H100 with JAX 0.10).
 TOP, FROM, TOP_TYPES = 16, 1024, ("f32", "bf16")
+#: Largest k of a TPU's kernel, and shortest row for each further element of it: found by compiling
+#: 45 matrices for a v5e with JAX 0.10, of which two are slightly shorter. Other arrays are sorted.
+TPU_TOP, TPU_FROM = 128, 100
 #: Functions that are single HLO ops with GPU library versions: not expanded to polynomials.
 _LIBRARY_FUNCTIONS = ("acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh")
 
@@ -38,8 +41,7 @@ def expand_ops(
     Args:
         graph: Changed in place, including its loops and branches.
         program: Receives the computations that the new ops call.
-        platform: The target's platform. TPUs have kernels for top-k and ragged rows, CPUs for top-k
-            of f32.
+        platform: The target's platform. TPUs have kernels for ragged rows.
         only: Ops to expand; all of them if empty.
     """
     on_tpu = platform == "tpu"
@@ -63,6 +65,8 @@ def expand_ops(
             return _complex_exponential(node)
         if opcode == "ragged-dot":
             return _ragged(node, program, on_tpu)
+        if opcode == "topk":
+            return _selected(node, program, platform)
         if not on_tpu:
             if opcode.removeprefix("chlo.") in _LIBRARY_FUNCTIONS:
                 return replace(node, opcode=opcode.removeprefix("chlo."))
@@ -70,15 +74,10 @@ def expand_ops(
                 return replace(node, opcode="bitcast")
             if opcode == "rng-bit-generator":
                 return philox(node)
-            if opcode == "topk":
-                # XLA:CPU's TopkRewriter.
-                if platform == "cpu" and node.type.dtype == "f32":
-                    return replace(node, opcode="custom-call", attrs={"target": "TopK"})
-                return _largest(node, len(node.operands[0].type.shape) - 1, program)
             if opcode == "custom-call" and node.attrs.get("target") == "ApproxTopK":
-                return _approximate(node, program)
+                return _approximate(node, program, platform)
         if opcode == "sort":
-            return _stable(node)
+            return _stable(node, program, platform)
         return None
 
     rewrite_all(graph, rule)
@@ -246,27 +245,44 @@ def applied(program: Program, name: str, *arguments: Node) -> Node:
     return values[computation.root]
 
 
-def _largest(node: Node, along: int, program: Program, count: int = 0) -> Node:
-    """Find the largest elements of each row with a top-k kernel, or by sorting the rows."""
+def _selected(node: Node, program: Program, platform: str) -> Node | None:
+    """Call the target's top-k kernel, or sort the rows; ``None`` for a TPU's own kernel."""
+    values, count = node.operands[0], node.type.shape[-1]
+    shape, dtype = values.type.shape, values.type.dtype
+    if platform == "tpu":
+        fast = len(shape) == 2 and dtype in TOP_TYPES and count <= TPU_TOP
+        if fast and shape[-1] >= TPU_FROM * (count - 1):
+            return None
+        fast = False
+    elif platform == "cpu":
+        # XLA:CPU's TopkRewriter.
+        fast, target = dtype == "f32", "TopK"
+    else:
+        fast = count <= TOP and shape[-1] >= FROM and dtype in TOP_TYPES
+        target = "__gpu$TopK"
+    if not fast:
+        return _largest(node, program, platform)
+    return replace(node, opcode="custom-call", attrs={"target": target}, is_tuple=True)
+
+
+def _largest(node: Node, program: Program, platform: str, along: int = -1, count: int = 0) -> Node:
+    """Find the largest elements of each row by sorting the rows."""
     values = node.operands[0]
     shape, dtype = values.type.shape, values.type.dtype
+    along %= len(shape)
     count = count or node.type.shape[along]
-    if node.opcode == "topk" and count <= TOP and shape[along] >= FROM and dtype in TOP_TYPES:
-        target = {"target": "__gpu$TopK"}
-        return Node(
-            "custom-call", [values], node.results, target, is_tuple=True, source=node.source
-        )
     kind = TensorType(INDEX, shape)
     places = Node("iota", [], (kind,), {"dimensions": (along,)}, source=node.source)
     ordered = Node(
         "sort",
         [values, places],
         (values.type, kind),
-        {"dimension": along, "is_stable": False},
+        {"dimension": along, "is_stable": True},
         (_comparator(program, (dtype, INDEX)),),
         is_tuple=True,
         source=node.source,
     )
+    ordered = _stable(ordered, program, platform) or ordered
     parts = [_cut(element(ordered, i), along, 0, count) for i in range(2)]
     return Node("tuple", parts, node.results, is_tuple=True, source=node.source)
 
@@ -275,32 +291,47 @@ _TOP_K = re.compile(r"\btop_k = (\d+)")
 _ALONG = re.compile(r"\breduction_dim = (\d+)")
 
 
-def _approximate(node: Node, program: Program) -> Node | None:
+def _approximate(node: Node, program: Program, platform: str) -> Node | None:
     """Expand an approximate top-k into a sort if the target lacks it (``is_fallback``)."""
     config = str(node.attrs.get("backend_config", ""))
     count, along = _TOP_K.search(config), _ALONG.search(config)
     if count is None or along is None or len(node.operands) < 2:
         return None
-    return _largest(node, int(along[1]), program, int(count[1]))
+    return _largest(node, program, platform, int(along[1]), int(count[1]))
 
 
-def _stable(node: Node) -> Node | None:
+def _stable(node: Node, program: Program, platform: str) -> Node | None:
     """Make a sort stable by also sorting positions, which break ties."""
     along = int(node.attrs.get("dimension", 0))
     if not node.attrs.get("is_stable"):
         return None
     kind = TensorType(INDEX, node.operands[0].type.shape)
-    places = Node("iota", [], (kind,), {"dimensions": (along,)}, source=node.source)
+    # Positions that are sorted anyway, as for argsort, are not sorted twice.
+    tie = next((i for i, o in enumerate(node.operands) if _counts(o, along)), len(node.operands))
+    operands, results = list(node.operands), list(node.results)
+    if tie == len(operands):
+        attrs = {"dimensions": (along,)}
+        operands.append(Node("iota", [], (kind,), attrs, source=node.source))
+        results.append(kind)
     made = Node(
         "sort",
-        [*node.operands, places],
-        (*node.results, kind),
+        operands,
+        tuple(results),
         {**node.attrs, "is_stable": False},
-        node.called,
-        is_tuple=True,
+        _spelled_out(program, node.called, tie) if platform == "tpu" else node.called,
+        is_tuple=len(results) > 1,
         source=node.source,
     )
     return made if node.is_tuple else element(made, 0)
+
+
+def _counts(node: Node, along: int) -> bool:
+    """Return whether a node is an iota of 32-bit positions along a dimension."""
+    return (
+        node.opcode == "iota"
+        and node.attrs.get("dimensions") == (along,)
+        and (node.type.dtype == INDEX)
+    )
 
 
 def _comparator(program: Program, dtypes: Iterable[str]) -> str:
@@ -308,9 +339,56 @@ def _comparator(program: Program, dtypes: Iterable[str]) -> str:
     kinds = [TensorType(dtype) for dtype in dtypes for _ in range(2)]
     name = f"opcast.greater.{'.'.join(t.dtype for t in kinds[::2])}"
     ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(kinds)]
-    ops.append(Op(f"{name}.c", "compare", (0, 1), (TensorType("pred"),), {"direction": "GT"}))
+    order = {"direction": "GT", "type": "TOTALORDER"}
+    ops.append(Op(f"{name}.c", "compare", (0, 1), (TensorType("pred"),), order))
     program.computations.setdefault(name, Computation(name, ops, len(kinds)))
     return name
+
+
+def _spelled_out(program: Program, called: tuple[str, ...], tie: int) -> tuple[str, ...]:
+    """Return a comparator of TPUs: total orders of floats as integers, ties by an operand.
+
+    Args:
+        program: Receives it.
+        called: The comparator.
+        tie: Number of the operand of positions, which may be a new one.
+    """
+    if not called:
+        return called
+    own = program.computations[called[0]]
+    name = f"{own.name}.ties{tie}"
+    ops: list[Op] = []
+
+    def add(opcode: str, dtype: str, *operands: int, **attrs: object) -> int:
+        ops.append(Op(f"{name}.{len(ops)}", opcode, operands, (TensorType(dtype),), attrs))
+        return len(ops) - 1
+
+    def as_integer(value: int) -> int:
+        bits = add("bitcast-convert", INDEX, value)
+        negative = add("compare", "pred", bits, add("constant", INDEX, value=0), direction="LT")
+        mask = add("constant", INDEX, value=2**31 - 1)
+        return add("select", INDEX, negative, add("xor", INDEX, mask, bits), bits)
+
+    places: list[int] = []
+    for op in own.ops:
+        operands = tuple(places[i] for i in op.operands)
+        if op.attrs.get("type") == "TOTALORDER" and ops[operands[0]].type.dtype.startswith(
+            ("f", "b")
+        ):
+            operands = tuple(as_integer(i) for i in operands)
+        ops.append(replace(op, operands=operands))
+        places.append(len(ops) - 1)
+    root = places[own.root]
+    known = {int(o.attrs["index"]): i for i, o in enumerate(ops) if o.opcode == "parameter"}
+    numbers = (2 * tie, 2 * tie + 1)
+    sides = [known[n] if n in known else add("parameter", INDEX, index=n) for n in numbers]
+    first = add("compare", "pred", *sides, direction="LT")
+    swapped = replace(ops[root], name=f"{name}.swapped", operands=ops[root].operands[::-1])
+    ops.append(swapped)
+    equal = add("compare", "pred", root, len(ops) - 1, direction="EQ")
+    last = add("select", "pred", equal, first, root)
+    program.computations.setdefault(name, Computation(name, ops, last))
+    return (name,)
 
 
 def _ragged(node: Node, program: Program, on_tpu: bool) -> Node | None:

@@ -102,7 +102,7 @@ class _Assignment:
             self._reduce(node)
         elif opcode in ("reduce-window", "select-and-scatter"):
             self._window(node)
-        elif opcode == "sort":
+        elif opcode in ("sort", "topk"):
             self._sort(node)
         elif opcode in _ROWS:
             node.operands = [self._in(o, row_major(o.type)) for o in node.operands]

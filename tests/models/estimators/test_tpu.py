@@ -27,7 +27,7 @@ from opcast.features.lowering.lower import lower
 from opcast.features.table.roofline import least_seconds, roofline
 from opcast.features.table.row import rows as kernel_rows
 from opcast.features.table.table import feature_names, schema_hash
-from opcast.features.table.tpu import grouped_seconds, sort_seconds
+from opcast.features.table.tpu import grouped_seconds, sort_seconds, spread_seconds
 from opcast.models.core.base import KernelPrediction
 from opcast.models.core.kernel_table import concatenate, kernel_table
 from opcast.models.estimators.tpu import MEASURED, TpuEstimator, by_compiler, is_estimated
@@ -343,6 +343,27 @@ ENTRY main {
     found = by_compiler(fast, own, spec, unasked)
     assert found.latency == pytest.approx([seconds])
     assert found.lo[0] <= seconds / 5 and found.hi == pytest.approx(seconds * exp(0.1))
+
+
+@pytest.mark.parametrize(("device", "compiler_us"), [("tpu-v5e", 246.1), ("tpu-v6e", 196.6)])
+def test_rows_are_copied_to_sublanes_one_by_one(device: str, compiler_us: float) -> None:
+    """An image doubled along its width, beside libtpu's estimates of the kernel."""
+    text = """HloModule m, is_scheduled=true
+ENTRY main {
+  x = bf16[4,64,32,256]{3,2,1,0} parameter(0)
+  ROOT y = bf16[4,64,32,OUT]{4,3,2,1,0} broadcast(x), dimensions={0,1,2,4}
+}"""
+    spec = find_device(device)
+    own = extract_kernels(parse_hlo(text.replace("OUT", "2,256")))[0]
+    # 8,192 rows of two registers, 22 cycles each.
+    seconds = 4 * 64 * 32 * 2 * 22 / spec.clock_hz
+    assert spread_seconds(own, spec) == pytest.approx([seconds])
+    assert seconds * 1e6 == pytest.approx(compiler_us, rel=0.06)
+    fast = KernelPrediction.around(np.array([seconds / 5]), (-0.1, 0.1), "learned")
+    assert by_compiler(fast, own, spec, unasked).latency == pytest.approx([seconds])
+    # Whole tiles are repeated as they are, and one row stays in its registers.
+    plain = text.replace("32,OUT]{4,3,2,1,0}", "32,2,256]{4,2,3,1,0}")
+    assert spread_seconds(extract_kernels(parse_hlo(plain))[0], spec) == [0.0]
 
 
 def test_a_sort_takes_the_passes_of_its_network(model: TpuEstimator) -> None:

@@ -12,6 +12,8 @@ from opcast.features.ir.program import TensorType
 from opcast.features.kernels.kernel import Kernel
 from opcast.features.lowering.fused.orders import Order, turned_before
 from opcast.features.lowering.lower import lower
+from opcast.features.table.columns import INDEX
+from opcast.features.table.row import rows
 
 _F32 = jnp.float32
 
@@ -160,3 +162,49 @@ def test_the_gradient_of_weights_is_written_as_they_are_stored_with_their_update
     (kernel,) = _kernels(update, *[_shape(1024, 1024)] * 5)
     assert {"convolution", "rsqrt"} <= _opcodes(kernel)
     assert kernel.bytes == pytest.approx(8 * 4 * 1024**2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "sorted_whole"),
+    [
+        ((256, 2048), 5, False),
+        ((256, 2048), 16, False),
+        ((256, 2048), 32, True),
+        ((256, 1024), 8, False),
+        ((256, 512), 8, True),
+        ((128, 64), 2, True),
+        ((256, 16384), 128, False),
+        ((256, 32768), 256, True),
+        ((64, 32000), 50, False),
+        ((8, 32, 2048), 5, True),
+        ((2048,), 5, True),
+    ],
+)
+def test_few_elements_of_long_rows_have_a_kernel(
+    shape: tuple[int, ...], count: int, sorted_whole: bool
+) -> None:
+    kernels = _kernels(lambda x: lax.top_k(x, count), _shape(*shape), least=0.0)
+    assert ("sort" in {k.op.opcode for k in kernels}) == sorted_whole
+    assert any("topk" in _opcodes(k) for k in kernels) != sorted_whole
+
+
+@pytest.mark.parametrize(
+    ("function", "operands", "compared"),
+    [
+        # Each value: zeros and NaNs replaced (4), then as an integer (4); the comparison both ways,
+        # whether they are equal, positions, the choice.
+        (jnp.sort, 2, 2 * 8 + 5),
+        # Positions are operands already.
+        (jnp.argsort, 2, 2 * 8 + 5),
+        (lambda x: lax.top_k(x, 300), 2, 2 * 4 + 5),
+    ],
+)
+def test_comparisons_of_sorts_are_those_of_integers_with_ties_by_position(
+    function: Callable[[jax.Array], object], operands: int, compared: int
+) -> None:
+    """Counted in what libtpu compiles for a v5e."""
+    kernels = _kernels(function, _shape(256, 2048))
+    (own,) = (k for k in kernels if k.kind == "sort")
+    assert len(own.op.operands) == operands
+    row = rows([own])[0]
+    assert row[INDEX["sort_comparator"]] == compared
