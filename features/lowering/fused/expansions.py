@@ -17,6 +17,7 @@ from ...cost.flops import SCAN, TPU_SCAN, scan_dimension
 from ...ir.program import PARTS, Computation, Op, Program, TensorType, WindowDim
 from .expanders import INDEX, cropped, one_per_row, philox, scattered
 from .folding import padded, reshape, splat_node, spread
+from .fourier import fourier
 from .graph import Graph, Node, element, rewrite_all
 from .reductions import adder, combiner
 
@@ -65,6 +66,8 @@ def expand_ops(
             return _complex_exponential(node)
         if opcode == "ragged-dot":
             return _ragged(node, program, on_tpu)
+        if opcode == "fft" and on_tpu:
+            return fourier(node)
         if opcode == "topk":
             return _selected(node, program, platform)
         if not on_tpu:

@@ -14,7 +14,16 @@ from collections.abc import Callable, Sequence
 from ...ir.program import TensorType
 from .folding import is_elementwise
 from .graph import Graph, Node
-from .orders import Order, default_order, order_of, reshaped, row_major, spaced, turned_before
+from .orders import (
+    Order,
+    default_order,
+    order_of,
+    padded_size,
+    reshaped,
+    row_major,
+    spaced,
+    turned_before,
+)
 
 #: Attribute of a reshape that moves data.
 MOVES = "moves"
@@ -275,12 +284,14 @@ def _readers(nodes: Sequence[Node], outputs: Sequence[Node]) -> dict[int, list[N
 
 
 def _convolved(node: Node) -> Order:
-    """Return the order of a convolution's result: features in lanes, images in rows."""
+    """Return the order of a convolution's result: features in lanes unless images pad less."""
     out = str(node.attrs.get("dim_labels", "")).rpartition("->")[2]
     if len(out) != len(node.type.shape):
         return default_order(node.type)
-    minor, second = out.index("f"), out.index("b")
-    return (minor, second, *(d for d in reversed(range(len(out))) if d not in (minor, second)))
+    places = out.index("f"), out.index("b")
+    outer = tuple(d for d in reversed(range(len(out))) if d not in places)
+    orders = ((*places, *outer), (*places[::-1], *outer))
+    return min(orders, key=lambda order: padded_size(node.type, order))
 
 
 def is_strided(node: Node) -> bool:

@@ -61,7 +61,7 @@ _PART_BYTES, _PART_WORK = 256 << 10, 100_000
 _TRANSCENDENTAL_WORK, _BYTE_WORK = 2, 10
 #: Ops without a kernel whose expansion does different work: products for every group instead of
 #: one, rows that are sorted instead of read once.
-EXPANDED = frozenset(("ragged-dot", "topk"))
+EXPANDED = frozenset(("ragged-dot", "topk", "fft"))
 
 
 def lower_fused(

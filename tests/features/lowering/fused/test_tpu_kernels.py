@@ -208,3 +208,32 @@ def test_comparisons_of_sorts_are_those_of_integers_with_ties_by_position(
     assert len(own.op.operands) == operands
     row = rows([own])[0]
     assert row[INDEX["sort_comparator"]] == compared
+
+
+@pytest.mark.parametrize(
+    ("length", "factors"),
+    [(64, (64,)), (1000, (1000,)), (1024, (128, 8)), (8192, (128, 64)), (65536, (256, 256))],
+)
+def test_fourier_transforms_are_products_of_their_factors(
+    length: int, factors: tuple[int, ...]
+) -> None:
+    """With the factors of libtpu's products; three real ones for a complex one."""
+    rows = 2**20 // length
+    kernels = _kernels(jnp.fft.fft, _shape(rows, length, dtype=jnp.complex64))
+    assert not any("fft" in _opcodes(k) for k in kernels)
+    flops = 3 * 2 * rows * length * sum(factors)
+    products = [k.flops for k in kernels if "convolution" in _opcodes(k)]
+    assert len(products) == 3 * len(factors)
+    assert sum(products) == pytest.approx(flops, rel=0.15)
+
+
+def test_a_transform_of_a_real_image_keeps_half_of_its_columns() -> None:
+    kernels = _kernels(lambda x: jnp.abs(jnp.fft.rfft2(x)), _shape(8, 256, 256))
+    full, half = 2 * 8 * 256**3, 2 * 8 * 256**2 * 129
+    found = sorted(k.flops for k in kernels if "convolution" in _opcodes(k))
+    assert found == pytest.approx([half] * 3 + [full] * 3, rel=0.05)
+    back = _kernels(jnp.fft.irfft, _shape(1024, 1025, dtype=jnp.complex64))
+    # The other half of the spectrum is the first, reversed and conjugate.
+    assert any("reverse" in _opcodes(k) for k in back)
+    assert any("maximum" in _opcodes(k) for k in back)
+    assert back[-1].op.type.size == 1024 * 2048
