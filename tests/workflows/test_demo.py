@@ -78,7 +78,7 @@ def test_the_demo_in_its_order(home, probe, monkeypatch):
     kept = (out / "model" / "manifest.json").read_bytes()
     assert demo.calibrated(console, out / "model", 8.0) == out / "model"
     assert (out / "model" / "manifest.json").read_bytes() == kept
-    assert "is there already" in console.export_text()
+    assert "delete it to calibrate" in console.export_text()
 
 
 def test_this_machine_is_probed_once_and_told(home, probe, monkeypatch):
