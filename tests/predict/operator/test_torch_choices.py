@@ -305,7 +305,8 @@ def test_products_take_tf32_where_the_program_allows_it(monkeypatch, device, dty
         found = multiplied(layer, 8192, 8192, device=device)
         assert found.dtype == dtype
         at_peak = 2 * 8192**3 / spec.matrix_peak(dtype) * 1e6
-        assert at_peak < found.latency_us < 1.7 * at_peak
+        # Steps on MI300X, in 8 and 16 bits, reach less of its peak than those of other GPUs.
+        assert at_peak < found.latency_us < 2.0 * at_peak
 
 
 def test_a_tf32_product_is_one_in_bf16_of_twice_the_depth(monkeypatch):
