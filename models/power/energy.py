@@ -160,9 +160,9 @@ def cost_fields(price: float | None, seconds: Interval, devices: int) -> dict[st
 
 
 def starved(spec: DeviceSpec, work: Work) -> np.ndarray:
-    """Slowdown of a board with less power per core than the best of its architecture.
+    """Slowdown of a board with less power per core than the best of its line.
 
-    Cores of one architecture draw the same power at the same clock. A board whose limit provides
+    Cores of one line draw the same power at the same clock. A board whose limit provides
     less power per core and cycle has a lower clock under the same load, so that times derived from
     other boards' rates are too short.
 
@@ -173,7 +173,7 @@ def starved(spec: DeviceSpec, work: Work) -> np.ndarray:
     Returns:
         At least 1, shape ``(n,)``; 1 if the device's architecture or limit is unknown.
     """
-    base = _best_fed(spec.architecture) if spec.architecture else None
+    base = _best_fed(spec.line) if spec.line else None
     if base is None or not spec.power_w or not spec.clock_hz or _fed(base) <= _fed(spec):
         return np.ones(len(work.matrix))
     law, less = board_law(base), _fed(base) / _fed(spec)
@@ -188,10 +188,10 @@ def _fed(spec: DeviceSpec) -> float:
 
 
 @lru_cache
-def _best_fed(architecture: str) -> DeviceSpec | None:
-    """The measured chip of an architecture, else the one with the most power per core."""
-    own = shipped_law().silicon.get(architecture)
+def _best_fed(line: str) -> DeviceSpec | None:
+    """The measured chip of a line, else the one with the most power per core."""
+    own = shipped_law().silicon.get(line)
     if own:
         return find_device(own.device)
-    chips = [d for d in map(find_device, device_names()) if d.architecture == architecture]
+    chips = [d for d in map(find_device, device_names()) if d.line == line]
     return max((d for d in chips if d.power_w and d.clock_hz), key=_fed, default=None)

@@ -128,7 +128,7 @@ class PowerLaw:
         memory: Power of main memory at its bandwidth, including the path to the cores.
         stalled: Exponent of the cores' power by utilization.
         uncounted: Power of cores without counted work; an estimate that trees correct.
-        silicon: Measured chips by architecture.
+        silicon: Measured chips by line: an architecture with those that revise it.
         ends: Bounds of the 90 % interval as logarithms, from held-out rows.
         wider: Bandwidth over that of the chip whose joules these are.
     """
@@ -180,7 +180,7 @@ class PowerLaw:
 
     def _measured_on(self, spec: DeviceSpec) -> PowerLaw:
         """The law of a chip of the catalogue, or of one without architecture."""
-        own = self.silicon.get(spec.architecture)
+        own = self.silicon.get(spec.line)
         base = find_device(own.device) if own else _like(spec)
         idle = own.idle if own else self.idle
         measured = [find_device(chip.device) for chip in self.silicon.values()]
@@ -299,7 +299,7 @@ def _like(spec: DeviceSpec) -> DeviceSpec | None:
     if in_catalogue(spec.name) and _figures(find_device(spec.name)) == _figures(spec):
         return spec
     rest = map(find_device, device_names())
-    chips = [d for d in rest if d.architecture == spec.architecture and d.power_w]
+    chips = [d for d in rest if d.line == spec.line and d.power_w]
     same = [sum(map(eq, _figures(chip), _figures(spec))) for chip in chips]
     return chips[int(np.argmax(same))] if chips else None
 
@@ -356,7 +356,7 @@ def fit_law(
         work: Utilizations, shape ``(n,)``.
         share: Measured power over the limit.
         weight: Weight of each row, so that families with many rows do not dominate.
-        silicon: Measured chips by architecture; their idle power is measured separately, since no
+        silicon: Measured chips by line; their idle power is measured separately, since no
             kernel row is idle.
     """
     # Imported here: SciPy comes with scikit-learn, which only training needs.

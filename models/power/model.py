@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
@@ -144,22 +144,38 @@ class PowerModel(JsonModel):
 
     def _raw(self, rows: PowerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds, power, and idle power as fractions of the limit."""
-        seconds = rows.seconds * np.exp(self._asked(self.trees[0], rows, rows.seconds))
+        alike = {name: self._alike(name) for name in map(str, np.unique(rows.device))}
+        every = {name: [name] if name in self.devices else self.devices for name in alike}
+        seconds = rows.seconds * np.exp(self._asked(self.trees[0], rows, rows.seconds, alike))
         law, idle = rows.share(self.law, seconds)
-        share = law * np.exp(self._asked(self.trees[1], rows, seconds))
+        share = law * np.exp(self._asked(self.trees[1], rows, seconds, every))
         return seconds, np.clip(share, _ASLEEP * idle, 1.0), idle
 
-    def _asked(self, trees: SavedTrees, rows: PowerRows, seconds: np.ndarray) -> np.ndarray:
-        """Predictions of trees; for an unknown device, the mean over the known ones."""
-        seen = np.isin(rows.device.astype(str), self.devices)
+    def _alike(self, name: str) -> list[str]:
+        """The known devices whose software a device runs: itself, its line's, or all."""
+        if name in self.devices:
+            return [name]
+        line = find_device(name).line
+        own = [d for d in self.devices if find_device(d).line == line]
+        return own or self.devices
+
+    def _asked(
+        self,
+        trees: SavedTrees,
+        rows: PowerRows,
+        seconds: np.ndarray,
+        boards: Mapping[str, Sequence[str]],
+    ) -> np.ndarray:
+        """Predictions of trees: of each device the mean over the boards that it is asked as."""
         said = np.zeros(len(seconds))
-        asked = [(rows.device, seen)]
-        asked += [(np.full(len(seen), name, object), ~seen) for name in self.devices]
-        for board, at in asked:
-            if at.any():
-                columns = rows.features(seconds, self.classes, self.devices, board)
-                said[at] += trees.predict(columns[at])
-        return said / np.where(seen, 1.0, len(self.devices))
+        for name, asked in boards.items():
+            at = np.flatnonzero(rows.device == name)
+            own = rows.take(at)
+            for board in asked:
+                flags = np.full(len(at), board, object)
+                columns = own.features(seconds[at], self.classes, self.devices, flags)
+                said[at] += trees.predict(columns) / len(asked)
+        return said
 
     def calibrate(self, errors: PowerErrors, unseen: PowerErrors | None) -> None:
         """Calibrate intervals on held-out rows.
@@ -308,11 +324,11 @@ def _law(
 
 
 def _silicon(rows: PowerRows, share: np.ndarray, at: np.ndarray) -> dict[str, Silicon]:
-    """Idle power by architecture, in fractions of the limit of the first of its boards."""
+    """Idle power by line, in fractions of the limit of the first of its boards."""
     found: dict[str, list[tuple[str, float]]] = {}
     for board, own in rows.boards():
         if (own & at).any():
-            chips = found.setdefault(board.architecture, [])
+            chips = found.setdefault(board.line, [])
             base = find_device(chips[0][0]) if chips else board
             # A quantile, since the minimum may be of a sleeping board.
             idle = float(np.quantile(share[own & at], 0.001)) * board.power_w / base.power_w

@@ -351,6 +351,26 @@ def test_a_device_without_measured_power_is_unseen_and_less_certain(operators: O
     assert np.log(other.seconds_hi / other.seconds_lo) >= np.log(own.seconds_hi / own.seconds_lo)
 
 
+def test_an_unseen_chip_runs_the_software_of_its_line(operators: OpModel) -> None:
+    """B300 revises Blackwell: its times follow B200 and GB200 halfway, not H200."""
+    model = PowerModel.find()
+    rows = power_rows(rows_of("b300", 4096).assign(dtype="fp8_block"), operators)
+    own, *boards = (
+        model.predict(replace(rows, device=np.array([name], object))).seconds[0]
+        for name in ("b300", "b200", "gb200", "h200-sxm")
+    )
+    assert own == pytest.approx(np.sqrt(boards[0] * boards[1]))
+    assert own != pytest.approx(np.cbrt(np.prod(boards)))
+
+
+def test_dies_that_revise_others_take_their_joules() -> None:
+    """GB300's limit is 1,400 W, but its dies are those of B200 and idle alike."""
+    for name, limit in (("gb300", 1400), ("b300", 1100)):
+        law, measured = board_law(find_device(name)), board_law(find_device("b200"))
+        assert law.idle * limit == pytest.approx(measured.idle * 1000, rel=0.1)
+        assert law.memory * limit / 8e12 == pytest.approx(measured.memory * 1000 / 7.7e12, rel=0.1)
+
+
 def test_round_trip_and_damage(tmp_path: Path) -> None:
     PowerModel.find().save(tmp_path / "power.json")
     again = PowerModel.load(tmp_path / "power.json")
