@@ -32,6 +32,14 @@ TABLE_NAMES = {
 }
 #: Vendors whose operators, without a method, run on other libraries than NVIDIA's.
 OTHER_LIBRARIES = frozenset(("AMD",))
+#: Methods of these libraries' products by family and dtype, where any was measured: XLA's, and for
+#: formats of at most 8 bits those of tuned kernels.
+_OTHER_METHODS = {
+    **dict.fromkeys(((f, d) for f in ("linear", "bmm") for d in ("bf16", "fp16", "fp8")), "xla"),
+    **dict.fromkeys(
+        (("linear", d) for d in ("fp8", "fp8_block", "int8", "mxfp8", "mxfp4")), "tuned"
+    ),
+}
 #: Values used in the examples of error messages; other parameters are long dimensions (4096).
 _EXAMPLES: Mapping[str, int | str] = {
     "batch": 8,
@@ -53,8 +61,8 @@ def parse_op(text: str, vendor: str = "") -> JsonObject:
 
     Args:
         text: A family, or ``method/family`` as in :data:`FAMILIES`, then parameters. The default
-            method is eager for fp32, kernel for fp16 and graph for others; for 16-bit products on
-            AMD's chips it is xla, the only one measured there.
+            method is eager for fp32, kernel for fp16 and graph for others; for products on AMD's
+            chips it is xla, or tuned in at most 8 bits, as measured there.
         vendor: Vendor of the target device.
 
     Returns:
@@ -158,8 +166,8 @@ def _key(head: str, dtype: str | None, where: str, vendor: str) -> str:
         return head
     wanted = _METHOD_OF.get(str(dtype), "graph")
     # The other methods' products are from NVIDIA's libraries, up to twice as fast as AMD's.
-    if vendor in OTHER_LIBRARIES and dtype in ("bf16", "fp16"):
-        wanted = "xla"
+    if vendor in OTHER_LIBRARIES:
+        wanted = _OTHER_METHODS.get((head, str(dtype)), wanted)
     # The dtype's usual method first, then the others for families not timed that way.
     for method in (wanted, *_METHODS):
         if (key := f"{method}/{head}") in FAMILIES and key not in TRACED:
