@@ -73,7 +73,8 @@ def train_steps(
     """Train a step model, and compute its errors on held-out rows, clusters, sources and chips.
 
     Args:
-        table: Measured steps, from :func:`~opcast.predict.cluster.case_table.read_cases`.
+        table: Measured steps, from :func:`~opcast.predict.cluster.case_table.read_cases`; rows of
+            split ``test`` are not learned from.
         operators: Operator model; ``None`` for rooflines.
         tell: Called with progress messages.
         seed: Random seed.
@@ -84,8 +85,8 @@ def train_steps(
     Raises:
         DatasetError: No row has a measured time and can be predicted.
     """
-    read = possible_steps(read_rows(table, step_row)[0], tell)
-    rows = [row for row in read if row is not None and np.isfinite(row.measured_s)]
+    read = [r if r and r.split != "test" else None for r in read_rows(table, step_row)[0]]
+    rows = [r for r in possible_steps(read, tell) if r and np.isfinite(r.measured_s)]
     if not rows:
         raise DatasetError(
             "no row with a measured step can be predicted", hint="give step_s in seconds"

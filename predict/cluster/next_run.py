@@ -122,6 +122,7 @@ def next_steps(case: StepCase, work: Workload, operators: OpModel | None, count:
         launched=not (case.compiled or is_compiled(case.framework)),
         measured_s=float("nan"),
         memory_bytes=float("nan"),
+        split="",
     )
     own = [row, *_smaller(row)]
     model = StepModel.find(case.steps)

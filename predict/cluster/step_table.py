@@ -61,6 +61,7 @@ class StepRow:
         launched: Whether the host launches every kernel in every step.
         measured_s: Measured seconds of the row's steps; NaN if not given.
         memory_bytes: Measured peak memory of a device; NaN if not given.
+        split: ``test`` if training does not learn from it; empty if not given.
     """
 
     id: str
@@ -73,6 +74,7 @@ class StepRow:
     launched: bool
     measured_s: float
     memory_bytes: float
+    split: str
 
 
 def step_row(row: Mapping[str, object]) -> StepRow:
@@ -120,6 +122,7 @@ def step_row(row: Mapping[str, object]) -> StepRow:
         ),
         measured_s=seconds,
         memory_bytes=cell.number("memory_gib") * 2.0**30,
+        split=cell.text("split"),
     )
 
 

@@ -158,6 +158,14 @@ def test_training_learns_a_slow_framework() -> None:
     assert slow_runs["chosen"][5] < 0.6 * slow_runs["chosen"][0]
 
 
+def test_training_leaves_rows_of_split_test_alone() -> None:
+    asked = table(split=["pack"] * 6, step_s=1.0)
+    kept = asked.assign(split="test", step_s=100.0, id=[f"kept{i}" for i in range(6)])
+    model, _ = train_steps(pd.concat([asked, kept]), None, lambda _: None)
+    assert model.provenance["rows"] == 6
+    assert model.to_dict() == train_steps(asked, None, lambda _: None)[0].to_dict()
+
+
 def run(*arguments: object) -> str:
     result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -297,3 +297,24 @@ def test_adapters_are_trained_in_the_time_that_submissions_take() -> None:
     # Those of MI300X, of which no training step was measured, are a quarter off.
     assert np.mean(np.abs(errors)) < 0.15 and abs(np.median(errors)) < 0.06
     assert len(peaks) == 7 and np.mean(np.abs(peaks)) < 0.12
+
+
+@pytest.mark.skipif(not MLPERF.is_file(), reason=f"no submissions to MLPerf at {MLPERF}")
+def test_encoders_that_nothing_was_learned_of() -> None:
+    """BERT-large: its packed sequences have 256 of 512 tokens, of which 15 % are predicted."""
+    table = read_cases(MLPERF, "steps")
+    table = table[(table["model"] == "bert") & (table["device"] != "h100-sxm-96gb")]
+    rows = [row for row in read_rows(table, step_row)[0] if row is not None]
+    assert len(rows) == 86 and {row.split for row in rows} == {"test"}
+    # 335e6 parameters (Devlin et al., 2019), without the pooler and segments' embeddings.
+    assert rows[0].workload.parameters == pytest.approx(335e6, rel=0.01)
+    found = StepRuns(rows, OpModel.load(find_model("gpu-operators"))).predict(StepModel.find())
+    errors: dict[str, list[float]] = {}
+    for row, own in zip(rows, found, strict=True):
+        assert not isinstance(own, str)
+        error = own.step.total * row.share / row.measured_s - 1.0
+        errors.setdefault(row.cluster.device, []).append(error)
+    for device, most in (("h100-sxm", 0.03), ("h200-sxm", 0.08)):
+        assert np.median(np.abs(errors[device])) < most
+    # Its small products gain less from Blackwell than those of language models.
+    assert -0.35 < np.median(errors["b200"] + errors["gb200"]) < 0.0
