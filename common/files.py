@@ -71,12 +71,20 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file while the block runs; other processes wait (where the system has locks)."""
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold a lock file while the block runs (where the system has locks).
+
+    Args:
+        path: The lock file.
+        wait: Whether to wait for another process that holds it.
+
+    Raises:
+        BlockingIOError: Another process holds it, and ``wait`` is false.
+    """
     with path.open("ab") as file:
         if fcntl is not None:
             # The lock is released with the file descriptor, even if the process is killed.
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
 
 

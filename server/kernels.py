@@ -16,6 +16,7 @@ from ..common.errors import OpcastError, ProgramError
 from ..common.interval import LATENCY_KEYS, latency_fields
 from ..features.devices.device import DeviceSpec
 from ..features.operators.query import parse_op, parse_op_columns
+from ..predict.locate import is_untrained
 from ..predict.program.predictor import Predictor
 from .cache import LruCache
 from .errors import RequestError
@@ -89,6 +90,13 @@ class KernelService:
         names = KERNEL_COLUMNS if isinstance(query, KernelsQuery) else OP_COLUMNS
         wanted = _wanted(query.fields, names)
         kernels = isinstance(query, KernelsQuery)
+        if not kernels and is_untrained(model):
+            raise RequestError(
+                422,
+                f"{model!r} predicts programs, not single operators",
+                where="model",
+                hint="serve another, whose answers have roofline_us: opcast serve --model default",
+            )
         vendor = "" if kernels else self.predictors[model].operator_vendor(device)
         group = _Group(model, device.name, kernels, vendor)
         if isinstance(query, ColumnsQuery):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+from .. import __version__
 from ..common.errors import DeviceError, ModelError
 from ..common.files import is_description
 from ..common.types import JsonObject
@@ -12,7 +13,7 @@ from ..features.devices.catalogue import device_names, find_device
 from ..features.devices.device import DeviceSpec
 from ..models.core.store import predicts_operators, read_manifest
 from ..predict.devices import resolve_device
-from ..predict.locate import find_model, model_hash
+from ..predict.locate import find_model, is_untrained, model_hash
 from ..predict.program.predictor import Predictor, load
 from .errors import RequestError
 from .kernels import KernelService
@@ -157,7 +158,8 @@ class Service:
         """Entries of ``GET /v1/models`` by name."""
         entries = {}
         for place, (name, predictor) in enumerate(self.predictors.items()):
-            operators = predicts_operators(read_manifest(find_model(name)))
+            trained = not is_untrained(name)
+            operators = trained and predicts_operators(read_manifest(find_model(name)))
             families = predictor.operators.families.values()
             learned = {d for f in families for d in f.devices} if operators else predictor.devices
             entries[name] = {
@@ -165,9 +167,9 @@ class Service:
                 "predicts": "operators" if operators else "programs",
                 "default": place == 0,
                 "devices": sorted(learned),
-                "families": sorted(predictor.operators.families),
+                "families": sorted(predictor.operators.families) if trained else [],
                 # Lets clients check whether cached answers are from the same model.
-                "digest": model_hash(name),
+                "digest": model_hash(name) if trained else __version__,
             }
         return entries
 

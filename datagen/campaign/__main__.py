@@ -35,7 +35,8 @@ def ended_as_interrupted() -> Iterator[None]:
 def main() -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="opcast campaign", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder; the same again goes on")
+    out = CampaignSettings.out
+    parser.add_argument("--out", type=Path, default=out, help="folder; the same again goes on")
     parser.add_argument("--budget", default="25m", help="time of all slices, such as 25m")
     parser.add_argument("--slice", default="", help="time of this call, such as 8m")
     parser.add_argument("--device", default="auto", choices=DEVICES)

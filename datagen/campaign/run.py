@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import shutil
 import signal
 import threading
 import time
@@ -64,23 +66,37 @@ def run_campaign(
 
     Raises:
         ProfileError: No framework is installed, none sees the requested device, a given folder
-            contains no programs, or the folder cannot be written.
+            contains no programs, or the folder cannot be written or is in use.
     """
     if settings.device not in DEVICES:
         raise ProfileError(
             f"unknown device {settings.device!r}", hint=f"one of {', '.join(DEVICES)}"
         )
     began = time.monotonic()
+    fresh = not settings.out.exists()
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
-        with locked(settings.out / ".lock"):
+        with locked(settings.out / ".lock", wait=False):
             return _Campaign(settings, began, tell).run()
+    except BlockingIOError:
+        raise ProfileError(
+            "another campaign is writing to this folder",
+            where=str(settings.out),
+            hint="wait until it ends, or choose another folder with --out",
+        ) from None
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ProfileError(
             f"cannot write: {error}",
             where=str(settings.out),
-            hint="make room, then give the same command again: what was measured is kept",
+            hint="make room, then give the same command again: what was measured is kept"
+            if full
+            else "choose another folder with --out",
         ) from error
+    except ProfileError:
+        if fresh and not Journal(settings.out).finished:
+            shutil.rmtree(settings.out)
+        raise
 
 
 @contextmanager

@@ -87,6 +87,23 @@ def test_a_program_in_json_becomes_a_task(client: Client, tasks: Tasks) -> None:
     }
 
 
+@pytest.mark.parametrize("model", ["roofline", "compiler"])
+def test_estimators_without_training_are_served(model: str, tasks: Tasks) -> None:
+    app = create_app(ServerSettings(models=(model,)))
+    service = app.state.service
+    service.load()
+    service.sandbox.run = tasks.run
+    client = Client(app)
+    (own,) = client.get("/v1/models").json()
+    assert (own["name"], own["predicts"], own["families"]) == (model, "programs", [])
+    assert client.post("/v1/predict/program", json=PROGRAM).status_code == 200
+    # An operator's time would be that of the learned model.
+    asked = {"device": "h100-sxm", "ops": ["linear m=64 n=64 k=64 dtype=bf16"]}
+    refused = client.post("/v1/predict/kernels", json=asked)
+    assert refused.status_code == 422 and "not single operators" in refused.json()["what"]
+    service.close()
+
+
 def test_an_upload_and_base64_are_the_same_task(client: Client, tasks: Tasks) -> None:
     data = {"content": b"\x00\xff", "headers": {"Content-Type": "application/octet-stream"}}
     client.post("/v1/predict/program", params={"device": "h100-sxm", "trip_count": 3}, **data)

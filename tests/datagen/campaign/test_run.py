@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import ProfileError
+from opcast.common.files import locked
 from opcast.common.paths import PACKAGE
 from opcast.datagen.campaign import run as run_module
 from opcast.datagen.campaign.archive import MOST_BYTES, read_archive
@@ -265,6 +266,25 @@ def test_a_full_disk_is_told_and_loses_nothing(
     assert len(Journal(tmp_path).done) == 3
     monkeypatch.setattr(Journal, "keep", whole)
     assert run_campaign(CampaignSettings(tmp_path, 60.0, slice_s=2.0)).done > 3
+
+
+def test_a_folder_that_cannot_be_written_is_no_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProfileError, match="cannot write") as caught:
+        run_campaign(CampaignSettings(tmp_path / "file" / "out", 60.0))
+    assert "--out" in str(caught.value) and "make room" not in str(caught.value)
+
+
+def test_a_folder_in_use_is_refused_at_once(tmp_path: Path) -> None:
+    with locked(tmp_path / ".lock"), pytest.raises(ProfileError, match="another campaign"):
+        run_campaign(CampaignSettings(tmp_path, 60.0))
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_campaign_that_finds_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError):
+        run_campaign(CampaignSettings(tmp_path / "out", 60.0, device="tpu"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_interrupt_does_not_stop_the_packing(tmp_path: Path) -> None:
