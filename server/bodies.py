@@ -76,7 +76,8 @@ async def body(request: Request, kind: TypeAdapter[T]) -> T:
             415,
             f"a body of type {media[:80]!r}",
             where="header Content-Type",
-            hint="send application/json",
+            hint=f"send {_JSON}"
+            + (f", or a program as is as {' or '.join(_RAW)}" if kind is PROGRAM else ""),
         )
     try:
         return kind.validate_json(await request.body())

@@ -30,6 +30,9 @@ _ID_HEADER = b"x-request-id"
 #: Request ids that clients may give; short, and without line breaks, for the log.
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
+#: Most bytes of a refused body that are read to answer its client, over the limit.
+_DISCARDED = 4
+
 
 class Guard:
     """ASGI middleware that enforces the limits of :class:`ServerSettings`.
@@ -124,6 +127,9 @@ class Guard:
         length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         # At most 20 digits: Python refuses to convert thousands.
         if length.isdigit() and int(length[:20]) > limit:
+            # Who waits for "100 Continue" has sent nothing yet.
+            if all(name != b"expect" for name, _ in scope["headers"]):
+                await _discard(receive, _DISCARDED * limit)
             raise _too_large(limit)
         parts, size = [], 0
         while True:
@@ -134,6 +140,8 @@ class Guard:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > limit:
+                if message.get("more_body"):
+                    await _discard(receive, _DISCARDED * limit)
                 raise _too_large(limit)
             if not message.get("more_body"):
                 break
@@ -169,6 +177,18 @@ class Direct:
         except OpcastError as error:
             answer = error_response(error)
         await answer(scope, receive, send)
+
+
+async def _discard(receive: Receive, most: int) -> None:
+    """Read on after a body that is refused.
+
+    Many clients read the answer only once the body is sent: else they see a broken connection.
+    """
+    size, more = 0, True
+    while more and size <= most:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
 
 
 def _once(first: Message, rest: Receive) -> Receive:

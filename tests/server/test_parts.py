@@ -109,7 +109,7 @@ class Requests:
 
     async def send(self, path="/echo", parts=(b"x",), headers=()):
         """Status, headers and body of the answer to a request whose body comes in parts."""
-        left = list(parts)
+        left = self.unread = list(parts)
         found = []
 
         async def receive():
@@ -139,6 +139,26 @@ def test_bodies_are_limited_whether_their_length_is_announced_or_not():
     assert announced[0] == streamed[0] == 413 and b"exceeds" in streamed[2]
     assert announced[1]["connection"] == "close"
     assert whole[0] == 200 and whole[2] == b"x" * 5 + b"y" * 5
+
+
+@pytest.mark.parametrize(
+    "parts, headers, unread",
+    [
+        # Its client reads the answer only once it has sent all.
+        ([b"x" * 10] * 3, [(b"content-length", b"30")], 0),
+        ([b"x" * 10] * 3, [], 0),
+        # Four times the limit are read on, and a part more, after the two that exceed it.
+        ([b"x" * 10] * 100, [], 93),
+        ([b"x" * 10] * 3, [(b"content-length", b"30"), (b"expect", b"100-continue")], 3),
+    ],
+)
+def test_a_refused_body_is_read_on(parts, headers, unread):
+    async def ask():
+        requests = Requests(max_body_bytes=10)
+        status, _, _ = await requests.send(parts=parts, headers=headers)
+        return status, len(requests.unread)
+
+    assert asyncio.run(ask()) == (413, unread)
 
 
 def test_time_and_number_of_requests_are_limited():
