@@ -42,9 +42,9 @@ DEVICES = ("auto", "gpu", "tpu", "cpu")
 class CampaignSettings:
     """Settings of ``opcast campaign``."""
 
-    out: Annotated[
-        Path, Option("Folder to write; the same one again goes on.", check=folder)
-    ] = Path("campaign")
+    out: Annotated[Path, Option("Folder to write; the same one again goes on.", check=folder)] = (
+        Path("campaign")
+    )
     budget_s: Annotated[
         float,
         Option(
