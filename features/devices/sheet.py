@@ -259,7 +259,8 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
 
     If it changes cores, clock or lanes, rates that it does not list are the base's, scaled
     accordingly: matrix FLOP/s by cores × clock, vector FLOP/s by lanes × cores × clock. If it gives
-    no power, the base's power scales with the f32 rate, since the base's own limit would not apply.
+    no power, the base's power scales with the f32 rate, or with the rate of 16-bit products if that
+    grows more, since the base's own limit would not apply.
 
     Raises:
         DeviceError: A rate is so far below the base's that its unit must be wrong.
@@ -288,12 +289,13 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
     # A bigger chip with its base's power limit would be power-bound at once (`power_rate` in
     # operators/machine.py); idle power does not scale with the arithmetic.
     if "power_w" in values and "power_w" not in own.values:
-        factor = _f32_rate(values) / _f32_rate(base.values)
+        vector, matrix = (rate(values) / rate(base.values) for rate in (_f32_rate, _product_rate))
+        factor, named = max((vector, "f32"), (matrix, "16-bit products"))
         busy = values["power_w"] - IDLE_W
         if factor != 1.0 and busy > 0:
             values["power_w"] = IDLE_W + factor * busy
             sources["power_w"] = (
-                f"estimate: {factor:.3g} × {base.name} above {IDLE_W:g} W, as the rate of f32"
+                f"estimate: {factor:.3g} × {base.name} above {IDLE_W:g} W, as the rate of {named}"
             )
     return replace(own, texts={**base.texts, **own.texts}, values=values, sources=sources)
 
@@ -302,6 +304,11 @@ def _f32_rate(values: dict[str, float]) -> float:
     """Return the FP32 rate by the first available figure; units differ, so for ratios only."""
     lanes = math.prod(values.get(key, 1.0) for key in (*_SCALE, "lanes_per_core"))
     return values.get("peak_tflops.f32", values.get("vector_tflops.f32", lanes))
+
+
+def _product_rate(values: dict[str, float]) -> float:
+    """Return the rate of products of 16 bits, or else the FP32 rate; for ratios only."""
+    return values.get("peak_tflops.bf16", values.get("peak_tflops.f16", _f32_rate(values)))
 
 
 def _load(path: Path) -> tuple[dict[str, object], _Lines]:

@@ -47,8 +47,8 @@ def cap_share(watts: float | None, spec: DeviceSpec) -> float:
 def fed(watts: float | None, spec: DeviceSpec) -> tuple[DeviceSpec, float]:
     """A device with the limit that its units are made for, and its power as a fraction of that.
 
-    A design whose file gives less power than its base has for the same cores and clock is the chip
-    with the base's power under a cap.
+    A design whose file gives less power than its base has for the same cores, clock and matrix
+    units is the chip with the power that these need under a cap.
 
     Args:
         watts: A cap in watts; ``None`` for the device's own limit.
@@ -65,6 +65,8 @@ def fed(watts: float | None, spec: DeviceSpec) -> tuple[DeviceSpec, float]:
         cores = spec.core_count * spec.clock_hz / (base.core_count * base.clock_hz)
         # Cores may have wider units, which a file without a limit feeds as well.
         grown = min(grown, cores)
+    # Matrix units that grow alone take as many joules an operation as before.
+    grown = max(grown, spec.matrix_peak("bf16") / base.matrix_peak("bf16"))
     full = base.power_w + (grown - 1.0) * max(base.power_w - IDLE_W, 0.0)
     if spec.power_w > (1.0 - _ROUNDING) * full:
         return spec, cap

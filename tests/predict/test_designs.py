@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import opcast
 from opcast.cli import app
 from opcast.common.errors import DeviceError
 from opcast.features.devices.catalogue import find_device, load_designs, unchanged
@@ -54,7 +55,9 @@ def test_what_an_operator_waits_for_has_the_elasticity(op, first, device):
     found = sensitivity(price, spec, op)
     assert found.latency_us == predict_op(OperatorCase(op, device)).latency_us
     assert found.elasticities[0].rate == first
-    assert found.elasticities[0].value == pytest.approx(-1.0, abs=0.2)
+    # Units that are faster at the same power are held back by it: both together are the rate.
+    by_rate = {one.rate: one.value for one in found.elasticities}
+    assert by_rate[first] + by_rate["power_w"] == pytest.approx(-1.0, abs=0.2)
     for one in found.elasticities:
         assert one.lo <= one.value <= one.hi
         # No rate makes it slower, and together they are no more than the time.
@@ -211,3 +214,24 @@ def test_no_rate_of_a_tpu_or_cpu_makes_a_program_slower(name, lowering):
             assert found.lo_us <= found.latency_us <= found.hi_us
             assert last / factor * 0.97 < found.latency_us <= last * 1.0001
             last = found.latency_us if factor > 1.05 else last
+
+
+def test_faster_products_take_as_many_joules_an_operation(own, tmp_path):
+    """At three times the rate of products, and a limit that the file leaves open or holds."""
+    program = tmp_path / "product.mlir"
+    program.write_text(
+        "func.func @main(%a: tensor<8192x8192xbf16>) -> tensor<8192x8192xbf16> {\n"
+        "  %0 = stablehlo.dot_general %a, %a, contracting_dims = [1] x [0] : (tensor<8192x8192xbf16>,"
+        " tensor<8192x8192xbf16>) -> tensor<8192x8192xbf16>\n"
+        "  return %0 : tensor<8192x8192xbf16>\n}"
+    )
+    found = {}
+    for held in ("", "power_w: 700\n"):
+        name = own(f"name: big\nbase: h100-sxm\npeak_tflops: {{bf16: 2967}}\n{held}")
+        found[held] = opcast.predict(program, device=name, lowering="fused")
+    base = opcast.predict(program, device="h100-sxm", lowering="fused")
+    free, held = found.values()
+    joules = {name: own.energy.value for name, own in (("base", base), ("free", free))}
+    assert joules["free"] == pytest.approx(joules["base"], rel=0.2)
+    # Held to the base's power, it gains some of the rate (the cube root is left of the clock).
+    assert 1.3 * free.latency_us < held.latency_us < 0.8 * base.latency_us
