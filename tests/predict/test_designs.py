@@ -219,11 +219,11 @@ def test_no_rate_of_a_tpu_or_cpu_makes_a_program_slower(name, lowering):
 def test_faster_products_take_as_many_joules_an_operation(own, tmp_path):
     """At three times the rate of products, and a limit that the file leaves open or holds."""
     program = tmp_path / "product.mlir"
+    square = "tensor<8192x8192xbf16>"
     program.write_text(
-        "func.func @main(%a: tensor<8192x8192xbf16>) -> tensor<8192x8192xbf16> {\n"
-        "  %0 = stablehlo.dot_general %a, %a, contracting_dims = [1] x [0] : (tensor<8192x8192xbf16>,"
-        " tensor<8192x8192xbf16>) -> tensor<8192x8192xbf16>\n"
-        "  return %0 : tensor<8192x8192xbf16>\n}"
+        f"func.func @main(%a: {square}) -> {square} {{\n"
+        "  %0 = stablehlo.dot_general %a, %a, contracting_dims = [1] x [0] : "
+        f"({square}, {square}) -> {square}\n  return %0 : {square}\n}}"
     )
     found = {}
     for held in ("", "power_w: 700\n"):
