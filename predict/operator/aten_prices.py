@@ -316,8 +316,12 @@ def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
 
 
 def _chained(work: AtenKernel, spec: DeviceSpec) -> float:
-    """Return the seconds of dependent loads."""
-    return work.serial * _LOAD_CYCLES / (spec.clock_hz or _CLOCK)
+    """Return the seconds of dependent loads, and of updates of one address on GPUs.
+
+    A cache applies one update of an address per clock (NVIDIA, Kepler GK110 white paper, 2012).
+    """
+    turns = work.queued if spec.platform == "gpu" else 0.0
+    return max(work.serial * _LOAD_CYCLES, turns) / (spec.clock_hz or _CLOCK)
 
 
 def _few_blocks(work: AtenKernel, spec: DeviceSpec) -> float:

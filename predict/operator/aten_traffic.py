@@ -81,6 +81,15 @@ def looked_up_again(call: AtenCall) -> tuple[float, float]:
     return times * max(_selected(call) - table.bytes, 0.0), table.bytes / max(parts, 1)
 
 
+def queued_updates(call: AtenCall) -> float:
+    """Return the mean number of atomic additions to an element of a table, which take turns."""
+    name = call.name.removesuffix("_")
+    adds = name in NAMES["scatters"] or name in NAMES["slices"] or name == _PUT_FLAT
+    if not adds or _times(call, name) < 2:
+        return 0.0
+    return prod(_chosen(call, name)) / max(prod(call.inputs[0].shape), 1)
+
+
 def selecting(uses: Sequence[Use], calls: Sequence[AtenCall]) -> tuple[Use, ...]:
     """Add to the uses of a kernel what its operators' indices select again."""
     found = list(uses)

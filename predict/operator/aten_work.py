@@ -36,6 +36,7 @@ from .aten_traffic import (
     channel_blocks,
     evaluated,
     looked_up,
+    queued_updates,
     read_traffic,
     scan_steps,
     selecting,
@@ -77,6 +78,7 @@ class AtenKernel:
         allowed: Backends that the program allows for attention.
         channels_last: Whether an input image has its channels last.
         serial: Dependent loads of each thread, if there are many.
+        queued: Mean atomic additions to one address, which take turns.
         blocks: Number of thread blocks where they may be too few to fill a chip; else 0.
         swept: Bytes that GPU blocks read repeatedly from caches.
         loop: On CPUs, its loop that is neither vectorised nor divided; ``None`` if it has none.
@@ -92,6 +94,7 @@ class AtenKernel:
     allowed: tuple[str, ...] = BACKENDS
     channels_last: bool = False
     serial: int = 0
+    queued: float = 0.0
     blocks: int = 0
     swept: int = 0
     loop: Loop | None = None
@@ -195,7 +198,13 @@ def used(call: AtenCall) -> list[AtenKernel]:
     if not placed:
         return placed
     # The last kernel is the one that goes by the indices.
-    return [*placed[:-1], replace(placed[-1], uses=selecting(uses, [call]), loop=loop_of(call))]
+    last = replace(
+        placed[-1],
+        uses=selecting(uses, [call]),
+        queued=queued_updates(call),
+        loop=loop_of(call),
+    )
+    return [*placed[:-1], last]
 
 
 def _copies(call: AtenCall) -> list[AtenKernel]:

@@ -101,6 +101,29 @@ def test_rows_that_are_selected_again_come_from_memory_unless_the_cache_holds_th
     assert found.lo_us == pytest.approx(found.bytes / rate, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("rows", "function", "turns"),
+    [
+        (10, lambda x, i, e: x.index_add_(0, i, e), 1 << 18),
+        (10, lambda x, i, e: x.scatter_add_(0, i, e), 1 << 18),
+        (10, lambda x, i, e: x.put_(i, e, accumulate=True), 1 << 18),
+        # Nothing is added up: the last value stays.
+        (10, lambda x, i, e: x.scatter_(0, i, e), 0),
+        # Sorted first, so that no two blocks add to one element.
+        (10, lambda x, i, e: x.index_put_((i,), e, accumulate=True), 0),
+    ],
+)
+def test_additions_to_few_elements_take_turns(rows, function, turns):
+    count = 10 << 18
+    table, source = (torch.empty(n, device="meta") for n in (rows, count))
+    index = torch.empty(count, dtype=torch.int64, device="meta")
+    recording = record(TorchProgram(Called(function), (table, index, source)))
+    assert max(work.queued for work in works(recording.calls)) == turns
+    found = price(recording, find_device("h100-sxm"), "torch-eager", operator_bundle("default"))
+    # One per clock at the boost of 1.98 GHz.
+    assert found.latency_us >= turns / 1980
+
+
 def test_bags_of_a_small_table_read_it_from_the_cache():
     def bag(rows):
         table, index = torch.empty(rows, 128, device="meta"), torch.empty(65536, 32, device="meta")
