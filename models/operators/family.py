@@ -173,8 +173,11 @@ class FamilyModel:
         if learned is not rows:
             found = self.predict(learned, known, corrected)
             base = self.features(learned, known)
+            # Kernels start as much later as the design's shortest one takes longer.
+            later = _floors(rows, devices) - _floors(learned, known)
+            here = np.maximum(features.base_s + later, features.roofline_s)
             # Compare whole calls: times are means per kernel, and a design may split differently.
-            ratio = features.base_s * features.kernels / (base.base_s * base.kernels)
+            ratio = here * features.kernels / (base.base_s * base.kernels)
             self.designs.move(found, features, ratio, likeness(rows, devices, learned, known))
             found.hold_above(least_s(self.family, rows, features, devices))
             return found
@@ -389,3 +392,9 @@ class FamilyModel:
         model._models = Fitted.load(family, path, manifest, model.known_devices.chips)
         model._models.unseen.vendors = model.known_devices.own_vendors(model._names_library)
         return model
+
+
+def _floors(rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+    """Shortest kernel of each row's device in seconds, shape ``(n,)``."""
+    code, names = rows.codes("device")
+    return np.array([devices[name].floor for name in names])[code]

@@ -235,3 +235,20 @@ def test_faster_products_take_as_many_joules_an_operation(own, tmp_path):
     assert joules["free"] == pytest.approx(joules["base"], rel=0.2)
     # Held to the base's power, it gains some of the rate (the cube root is left of the clock).
     assert 1.3 * free.latency_us < held.latency_us < 0.8 * base.latency_us
+
+
+@pytest.mark.parametrize("base", ["b200", "mi300x"])
+def test_operators_start_as_much_later_as_the_shortest_kernel(own, base):
+    op = "linear m=1 n=256 k=256 dtype=bf16"
+    times = {}
+    for floor in (1, 2, 3, 6):
+        name = own(f"name: late\nbase: {base}\nlaunch_floor_us: {floor}\n")
+        times[floor] = predict_op(OperatorCase(op, name)).latency_us
+    assert list(times.values()) == sorted(times.values())
+    # Libraries reach 0.6 to 1.5 times their physics.
+    assert 0.6 * 3 < times[6] - times[3] < 1.5 * 3
+    kept = own(f"name: late\nbase: {base}\nlaunch_floor_us: {find_device(base).floor * 1e6}\n")
+    assert (
+        predict_op(OperatorCase(op, kept)).latency_us
+        == predict_op(OperatorCase(op, base)).latency_us
+    )
