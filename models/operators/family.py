@@ -397,5 +397,4 @@ class FamilyModel:
 def _floors(rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
     """Shortest kernel of each row's device in seconds, shape ``(n,)``."""
     code, names = rows.codes("device")
-    floors = np.array([devices[name].floor for name in names])
-    return np.asarray(floors[code])
+    return np.asarray(np.array([devices[name].floor for name in names])[code])
