@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,14 +76,8 @@ def run_campaign(
     fresh = not settings.out.exists()
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
-        with locked(settings.out / ".lock", wait=False):
+        with _alone(settings.out):
             return _Campaign(settings, began, tell).run()
-    except BlockingIOError:
-        raise ProfileError(
-            "another campaign is writing to this folder",
-            where=str(settings.out),
-            hint="wait until it ends, or choose another folder with --out",
-        ) from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ProfileError(
@@ -97,6 +91,21 @@ def run_campaign(
         if fresh and not Journal(settings.out).finished:
             shutil.rmtree(settings.out)
         raise
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold the folder's lock, or refuse it."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(out / ".lock", wait=False))
+        except BlockingIOError:
+            raise ProfileError(
+                "another campaign is writing to this folder",
+                where=str(out),
+                hint="wait until it ends, or choose another folder with --out",
+            ) from None
+        yield
 
 
 @contextmanager

@@ -35,10 +35,11 @@ OTHER_LIBRARIES = frozenset(("AMD",))
 #: Methods of these libraries' products by family and dtype, where any was measured: XLA's, and for
 #: formats of at most 8 bits those of tuned kernels.
 _OTHER_METHODS = {
-    **dict.fromkeys(((f, d) for f in ("linear", "bmm") for d in ("bf16", "fp16", "fp8")), "xla"),
-    **dict.fromkeys(
-        (("linear", d) for d in ("fp8", "fp8_block", "int8", "mxfp8", "mxfp4")), "tuned"
-    ),
+    "linear": {
+        **dict.fromkeys(("bf16", "fp16"), "xla"),
+        **dict.fromkeys(("fp8", "fp8_block", "int8", "mxfp8", "mxfp4"), "tuned"),
+    },
+    "bmm": dict.fromkeys(("bf16", "fp16", "fp8"), "xla"),
 }
 #: Values used in the examples of error messages; other parameters are long dimensions (4096).
 _EXAMPLES: Mapping[str, int | str] = {
@@ -167,7 +168,7 @@ def _key(head: str, dtype: str | None, where: str, vendor: str) -> str:
     wanted = _METHOD_OF.get(str(dtype), "graph")
     # The other methods' products are from NVIDIA's libraries, up to twice as fast as AMD's.
     if vendor in OTHER_LIBRARIES:
-        wanted = _OTHER_METHODS.get((head, str(dtype)), wanted)
+        wanted = _OTHER_METHODS.get(head, {}).get(str(dtype), wanted)
     # The dtype's usual method first, then the others for families not timed that way.
     for method in (wanted, *_METHODS):
         if (key := f"{method}/{head}") in FAMILIES and key not in TRACED:
