@@ -198,12 +198,8 @@ def used(call: AtenCall) -> list[AtenKernel]:
     if not placed:
         return placed
     # The last kernel is the one that goes by the indices.
-    last = replace(
-        placed[-1],
-        uses=selecting(uses, [call]),
-        queued=queued_updates(call),
-        loop=loop_of(call),
-    )
+    turns, loop = queued_updates(call), loop_of(call)
+    last = replace(placed[-1], uses=selecting(uses, [call]), queued=turns, loop=loop)
     return [*placed[:-1], last]
 
 
