@@ -36,10 +36,6 @@ TORCH_NOTE = (
     "a PyTorch program as XLA would run it, translated to JAX: the kernels are XLA's; for "
     "those of PyTorch itself: --framework torch-eager or torch-compiled (in Python framework=…)"
 )
-#: Added to the note for a training step with activation checkpointing.
-RECOMPUTES_NOTE = (
-    "; activation checkpointing is not translated: memory is that of a step that keeps everything"
-)
 #: Equals BYTECODE_MAGIC of mlir/bindings.py, which would import jaxlib.
 _BYTECODE = b"ML\xefR"
 # Comments of both languages before the program; ``#map = …`` is an alias of MLIR, not a comment.
@@ -343,7 +339,7 @@ def _from_torch(
 
     def made(other: Platform | None) -> SourceProgram:
         source = _from_call(translated.call(), trip_counts, other)
-        source.note = TORCH_NOTE + RECOMPUTES_NOTE * translated.recomputes
+        source.note = TORCH_NOTE
         source._remake = made
         return source
 

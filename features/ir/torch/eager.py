@@ -296,6 +296,48 @@ def scoped(scopes: Scopes) -> Iterator[None]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def checkpointing(module: torch.nn.Module) -> Iterator[dict[str, int]]:
+    """Record which modules run inside ``torch.utils.checkpoint``, whose results are computed again.
+
+    Its reentrant form runs without gradients, which an export would keep: it runs as the other.
+
+    Yields:
+        The number of checkpoint's call, by path of each such module.
+    """
+    import torch
+    from torch.utils import checkpoint
+
+    names = {id(own): name for name, own in module.named_modules()}
+    found: dict[str, int] = {}
+    calls: list[FrameType] = []
+
+    def enter(own: torch.nn.Module, _: object) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not (
+            frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == checkpoint.__file__
+        ):
+            frame = frame.f_back
+        if frame is not None and id(own) in names:
+            if not calls or calls[-1] is not frame:
+                calls.append(frame)
+            found[names[id(own)]] = len(calls)
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., object], _: object, *args: object) -> object:
+            return function(*args)
+
+    reentrant = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = Plain
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(enter)
+    try:
+        yield found
+    finally:
+        handle.remove()
+        checkpoint.CheckpointFunction = reentrant
+
+
 def _finite(
     function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:

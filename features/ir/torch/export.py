@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from types import FunctionType
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ....common.errors import ProgramError
 from .autocast import cuda_autocast
-from .eager import line_of, place_of, sized_by_data
+from .eager import checkpointing, line_of, place_of, sized_by_data, tensors_in
 from .program import TorchProgram
 
 if TYPE_CHECKING:
@@ -41,10 +41,13 @@ class Exported:
     Attributes:
         program: ``torch.export.ExportedProgram``, as returned by ``torch.export.export``.
         name: Class of the module, or the file, for messages.
+        regions: Paths of modules that run inside ``torch.utils.checkpoint``, with the number of its
+            call.
     """
 
     program: torch.export.ExportedProgram
     name: str
+    regions: Mapping[str, int] = field(default_factory=dict)
 
 
 def export(given: TorchProgram) -> Exported:
@@ -75,7 +78,13 @@ def export(given: TorchProgram) -> Exported:
         raise ProgramError("this is a class of modules", where=name, hint="give an instance of it")
     try:
         module = source if isinstance(source, torch.nn.Module) else _as_module(source, name)
-        with warnings.catch_warnings(), quiet(), cuda_autocast():
+        with (
+            warnings.catch_warnings(),
+            quiet(),
+            cuda_autocast(),
+            _tensors_out(module),
+            checkpointing(module) as regions,
+        ):
             warnings.simplefilter("ignore")
             program = torch.export.export(module, *_beside(module, args, kwargs))
     except ProgramError:
@@ -95,7 +104,27 @@ def export(given: TorchProgram) -> Exported:
             or "opcast reads what torch.export exports: no branches on values of tensors, no "
             "shapes that depend on data; try torch.export.export(module, inputs) alone",
         ) from error
-    return _checked(Exported(program, name))
+    return _checked(Exported(program, name, regions))
+
+
+@contextmanager
+def _tensors_out(module: torch.nn.Module) -> Iterator[None]:
+    """Let a module return its tensors instead of objects of its own that hold them (KV caches)."""
+    import torch
+    from torch.utils import _pytree
+
+    def plain(leaf: object) -> object:
+        known = isinstance(leaf, torch.Tensor) or not hasattr(leaf, "__dict__")
+        return leaf if known else tensors_in(leaf) or leaf
+
+    def flat(_: object, __: object, found: object) -> object:
+        return _pytree.tree_map(plain, found)
+
+    handle = module.register_forward_hook(flat)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from .eager import (
     tensors_in,
     without_memory,
 )
-from .export import export, quiet, shortened
+from .export import Exported, export, quiet, shortened
 from .program import TorchProgram, sparse_refusal, torch_loss, torch_optimizer
 from .record import (
     BACKWARD,
@@ -186,14 +186,15 @@ def _as_eager(program: TorchProgram, fused: Fused) -> Recording:
 def _as_exported(program: TorchProgram, fused: Fused) -> Recording:
     """Record an export run node by node, marking autograd's nodes with their positions."""
     fakes = Fakes.of_a_run()
-    module, inputs = graph_on(fakes, program)
+    exported = export(program)
+    module, inputs = graph_on(fakes, exported)
     log, start = Recorder(fused), 0
 
     def before(node: torch.fx.Node) -> None:
         nonlocal start
         place = place_of(node)
         log.place = place if place != Place() else log.place
-        log.again = is_checkpointed(node)
+        log.again = is_checkpointed(node, exported.regions)
         start = len(log.recording.calls)
 
     def after(node: torch.fx.Node, found: object) -> None:
@@ -210,9 +211,9 @@ def _as_exported(program: TorchProgram, fused: Fused) -> Recording:
     return recording
 
 
-def graph_on(fakes: Fakes, program: TorchProgram) -> tuple[torch.fx.GraphModule, list[object]]:
-    """Return the export of a program on tensors without memory, and its inputs."""
-    module = export(program).program.module()
+def graph_on(fakes: Fakes, exported: Exported) -> tuple[torch.fx.GraphModule, list[object]]:
+    """Return an export's graph on tensors without memory, and its inputs."""
+    module = exported.program.module()
     fakes.replace(module)
     given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
     return module, [fakes.like(v) if hasattr(v, "dtype") else v for v in given]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ....common.errors import ProgramError
 from .decomposition import Fakes
 from .eager import deciding_without_values, place_of, run, standing_in, users_frame
-from .export import shortened
+from .export import export, shortened
 from .program import TorchProgram, tensors_of, torch_loss, torch_optimizer
 from .record import Fused, Recorder
 from .runs import graph_on, run_graph
@@ -148,7 +148,7 @@ class _Run:
 
     def by_export(self) -> StorageLog:
         """Run the export, whose values die after their last use."""
-        module, inputs = graph_on(self.fakes, self.program)
+        module, inputs = graph_on(self.fakes, export(self.program))
 
         def forward(watch: _Watch) -> object:
             def at(node: torch.fx.Node) -> None:

@@ -13,7 +13,7 @@ from ....common.errors import ProgramError
 from ..jax_function import FunctionCall
 from .export import Exported, export, jax_dtype
 from .program import RULES, Loss, TorchProgram, check_loss
-from .translate import Forward, is_checkpointed
+from .translate import Forward
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +47,6 @@ class Translated:
     def __init__(self, program: TorchProgram) -> None:
         self._program = program
         self.forward = Forward(export(program))
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether PyTorch recomputes parts for its gradients, which the JAX function does not."""
-        nodes = self.forward.graph.graph.nodes
-        return bool(self._program.train) and any(map(is_checkpointed, nodes))
 
     def call(self) -> FunctionCall:
         """Return the function with its abstract arguments, a new one on each call.

@@ -31,15 +31,22 @@ for _own in ("features/ir", "predict", "cli", "__main__.py"):
 #: Operators on sparse matrices; 2:4 sparsity is a library product and not included.
 _SPARSE = re.compile(r"aten\._?(to_sparse|sparse_(?!semi))")
 #: Matches a line of a model that calls ``torch.utils.checkpoint`` or a wrapper of it. An export
-#: contains what is computed there, but not that it is recomputed.
+#: contains what is computed there, but not that it is recomputed; only modules that run there are
+#: known otherwise.
 _CHECKPOINT = re.compile(r"checkpoint\w*\(")
 #: Arguments that place a tensor in PyTorch and have no meaning in JAX.
 _PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
 
 
-def is_checkpointed(node: torch.fx.Node) -> bool:
-    """Return whether activation checkpointing recomputes a node of an FX graph."""
-    return bool(_CHECKPOINT.search(node.meta.get("stack_trace") or ""))
+def is_checkpointed(node: torch.fx.Node, regions: Mapping[str, int]) -> bool:
+    """Return whether activation checkpointing recomputes a node of an export (its ``regions``)."""
+    called = _CHECKPOINT.search(node.meta.get("stack_trace") or "")
+    return bool(called) or _region(node, regions) is not None
+
+
+def _region(node: torch.fx.Node, regions: Mapping[str, int]) -> int | None:
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return next((regions[path] for path, _ in stack if path in regions), None)
 
 
 def _through(function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
@@ -89,7 +96,7 @@ class Forward:
         Returns:
             The user's outputs, flat, and the buffers after the pass.
         """
-        run = _Run(self.exported.name, key)
+        run = _Run(self.exported, key)
         given = iter(inputs)
         values = []
         for spec in self.graph.graph_signature.input_specs:
@@ -256,24 +263,65 @@ def _is_assertion(name: str) -> bool:
 class _Run:
     """One run of a graph and of the graphs inside it."""
 
-    def __init__(self, origin: str, key: jax.Array | None) -> None:
-        self._origin = origin
+    def __init__(self, exported: Exported, key: jax.Array | None) -> None:
+        self._origin = exported.name
+        self._regions = exported.regions
         self._key = key
         self._drawn = 0
+        self._again = False
 
     def graph(self, module: torch.fx.GraphModule, inputs: list[object]) -> list[object]:
         values: dict[torch.fx.Node, object] = {}
         given = iter(inputs)
+        called = []
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(given)
             elif node.op == "get_attr":
                 values[node] = getattr(module, node.target)
-            elif node.op == "output":
-                return self._all_given(node.args[0], values)
+            elif node.op != "output":
+                called.append(node)
+        for again, nodes in self._parts(called):
+            if again:
+                self._checkpoint(nodes, values)
             else:
-                values[node] = self._node(node, values)
-        raise AssertionError("a graph without an output")
+                values.update((node, self._node(node, values)) for node in nodes)
+        return self._all_given(node.args[0], values)
+
+    def _parts(self, nodes: list[torch.fx.Node]) -> Iterator[tuple[bool, list[torch.fx.Node]]]:
+        """Yield consecutive nodes, and whether one call of checkpoint recomputes them."""
+        own: list[torch.fx.Node] = []
+        before, number = False, None
+        for node in nodes:
+            again = not self._again and is_checkpointed(node, self._regions)
+            # Functions that a region calls beside modules belong to the modules before them.
+            region = _region(node, self._regions) if again else None
+            moved = again != before or (None not in (number, region) and number != region)
+            if moved and own:
+                yield before, own
+                own = []
+            number = region if moved or region is not None else number
+            before = again
+            own.append(node)
+        yield before, own
+
+    def _checkpoint(self, nodes: list[torch.fx.Node], values: dict[torch.fx.Node, object]) -> None:
+        """Compute a region whose results the backward pass computes again."""
+        inside = set(nodes)
+        read = {n: values[n] for node in nodes for n in node.all_input_nodes if n in values}
+        arrays = {n: v for n, v in read.items() if isinstance(v, jax.Array)}
+        made = [node for node in nodes if not inside.issuperset(node.users)]
+
+        def region(given: list[jax.Array]) -> list[object]:
+            own = {**read, **dict(zip(arrays, given, strict=True))}
+            for node in nodes:
+                own[node] = self._node(node, own)
+            return [own[node] for node in made]
+
+        self._again = True
+        found = jax.checkpoint(region)(list(arrays.values()))
+        self._again = False
+        values.update(zip(made, found, strict=True))
 
     def _node(self, node: torch.fx.Node, values: Mapping[torch.fx.Node, object]) -> object:
         args = self._all_given(node.args, values)
