@@ -1,5 +1,8 @@
 """Predictions: from a program, device and model to a latency with an interval and an explanation.
 
+``opcast.predict(program, *inputs, device=…)`` is :func:`opcast.predict.api.predict`, whose help has
+its arguments.
+
 ``api.py`` and ``program/predictor.py`` are the public entries (``opcast.predict``,
 ``opcast.load``), ``cluster/`` predicts steps and partitioned programs, ``operator/`` single library
 operators, ``published/`` published tables and op graphs. ``render/``, ``page/`` and ``export/``
@@ -9,6 +12,7 @@ convert predictions to text, HTML and files.
 from __future__ import annotations
 
 import sys
+from inspect import Signature, signature
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +28,13 @@ class _CallableModule(ModuleType):
         from .api import predict
 
         return predict(program, *args, **options)
+
+    @property
+    def __signature__(self) -> Signature:
+        """Of the function, for editors and :func:`help`."""
+        from .api import predict
+
+        return signature(predict)
 
 
 sys.modules[__name__].__class__ = _CallableModule

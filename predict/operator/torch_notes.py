@@ -50,6 +50,13 @@ def kernel_name(work: AtenKernel, spec: DeviceSpec) -> str:
     return f"{work.name} ({library})" if library else work.name
 
 
+GRAPHS = (
+    "the model asks torch.compile for CUDA graphs: the host launches each pass once; no measured "
+    "model ran so, and parts that PyTorch leaves out of a graph (inputs that change, operators on "
+    "the CPU) take longer"
+)
+
+
 def compiled_notes(parts: Sequence[str]) -> tuple[str, ...]:
     """Return a note on parts that the model itself compiles, in an eager prediction.
 

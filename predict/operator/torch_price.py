@@ -46,6 +46,7 @@ from .cpu_prices import CpuPrices
 from .torch_choices import check_attention
 from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, compiled_storages, torch_memory
 from .torch_notes import (
+    GRAPHS,
     RECURRENT,
     attention_notes,
     compiled_notes,
@@ -224,6 +225,7 @@ def price_works(
     bundle: OpModel | None,
     kept: Collection[int] = (),
     release: str = "",
+    graphs: bool = False,
 ) -> Priced:
     """Price kernels that run one after the other.
 
@@ -234,9 +236,10 @@ def price_works(
         bundle: Operator model; ``None`` for rooflines.
         kept: Memory that outlives the kernels.
         release: PyTorch release; empty for a recent one.
+        graphs: Whether the compiled passes are CUDA graphs.
     """
     compiled = framework == "torch-compiled"
-    times, sources, host = unlearned(found, spec, framework, bundle, kept, release)
+    times, sources, host = unlearned(found, spec, framework, bundle, kept, release, graphs)
     least = least_times(found, spec)
     ends: Ends | None = None
     cpu, narrow = spec.platform == "cpu", computes_narrow(found)
@@ -280,6 +283,7 @@ def unlearned(
     bundle: OpModel | None,
     kept: Collection[int] = (),
     release: str = "",
+    graphs: bool = False,
 ) -> tuple[np.ndarray, list[str], float]:
     """Price kernels without the factors learned from whole models; see :func:`price_works`.
 
@@ -293,11 +297,11 @@ def unlearned(
     bits = 32 if _mostly_f32(found) else 16
     effects = StepModel.find().table.effects(device_context(spec, bits))
     prices = AtenPrices(spec, bundle, effects.product, effects.attention, release)
-    return *prices(found, kept), _host_seconds(found, spec, framework, effects.launch_s)
+    return *prices(found, kept), _host_seconds(found, spec, framework, effects.launch_s, graphs)
 
 
 def _host_seconds(
-    found: Sequence[AtenKernel], spec: DeviceSpec, framework: str, launch: float
+    found: Sequence[AtenKernel], spec: DeviceSpec, framework: str, launch: float, graphs: bool
 ) -> float:
     """Return the seconds in which the host launches kernels.
 
@@ -308,12 +312,17 @@ def _host_seconds(
         launch: Seconds per launch outside the model's own Python: autograd's (also for a compiled
             backward graph, which has no measurements and launches no more than eager does), and the
             optimizer's.
+        graphs: Whether the forward and the backward pass are one launch each.
     """
     python = _HOST.compiled_s if framework == "torch-compiled" else _HOST.eager_s
     if products_lead(spec) and spec.host_link <= _PCIE_4:
         python *= _HOST.server
-    each = [python if w.phase == "forward" else launch for w in found]
-    return float(np.dot([w.launches for w in found], each))
+    launches = {"forward": 0, "backward": 0, "optimizer": 0}
+    for w in found:
+        launches[w.phase] += w.launches
+    if graphs and framework == "torch-compiled":
+        launches |= {phase: min(launches[phase], 1) for phase in ("forward", "backward")}
+    return launches.pop("forward") * python + sum(launches.values()) * launch
 
 
 def computes_narrow(found: Sequence[AtenKernel]) -> bool:
@@ -348,11 +357,13 @@ def price(
             "the program launches no kernels",
             hint="it only views its inputs, or its results are empty",
         )
-    priced = price_works(found, spec, framework, bundle, recording.kept, release)
+    priced = price_works(found, spec, framework, bundle, recording.kept, release, recording.graphs)
     times, sources = priced.times, priced.sources
     forward = sum(c.phase == "forward" for c in recording.calls)
     lo = priced.lo * (1.0 - (1.0 - 1.0 / _CUDNN_STEPS) * recording.recurrent / max(forward, 1))
     compiled = framework == "torch-compiled"
+    graphs = compiled and recording.graphs
+    hosted = priced.host_s > priced.device_s and not graphs
     if recording.compiled and not compiled:
         lo = min(lo, price(recording, spec, "torch-compiled", bundle, release).lo_us * 1e-6)
     storages = compiled_storages(recording) if compiled else recording.storages
@@ -385,10 +396,11 @@ def price(
         ),
         parameter_bytes=recording.parameter_bytes,
         notes=(
-            *kernel_notes(framework, spec, found, times, sources, priced.host_s > priced.device_s),
+            *kernel_notes(framework, spec, found, times, sources, hosted),
             *attention_notes(recording, spec, found, older.latency_us if older else None),
             *((RECURRENT,) if recording.recurrent else ()),
             *recording.notes,
+            *((GRAPHS,) if graphs else ()),
             *(() if compiled else compiled_notes(recording.compiled)),
             *release_notes(release),
             *generation_note(spec),

@@ -197,6 +197,18 @@ def noting_compiled(module: torch.nn.Module) -> Iterator[list[str]]:
             around[known] = function
 
 
+def asks_for_graphs(module: torch.nn.Module) -> bool:
+    """Return whether a model was compiled for CUDA graphs.
+
+    That is ``torch.compile(model, mode="reduce-overhead")`` or ``"max-autotune"``, or the option
+    ``triton.cudagraphs``.
+    """
+    around = getattr(module, "dynamo_ctx", None)
+    asked = getattr(module._compiled_call_impl, "get_compiler_config", None)
+    settings = asked() if asked else getattr(around, "compiler_config", None)
+    return bool((settings or {}).get("triton.cudagraphs"))
+
+
 def _is_compiled(value: object) -> TypeGuard[Callable[..., object]]:
     return _ORIGINAL in getattr(value, "__dict__", {})
 

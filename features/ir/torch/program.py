@@ -70,10 +70,11 @@ class TorchProgram:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        """Check the names of the optimiser and the loss, and the layout of the inputs.
+        """Check the names of the optimiser and the loss, and the layout of inputs and parameters.
 
         Raises:
-            ProgramError: One of the names is unknown, or an input is a sparse matrix.
+            ProgramError: One of the names is unknown, an input is a sparse matrix, or a parameter
+                is distributed over devices.
         """
         train, loss = _optimizer(self.train), _loss(self.loss)
         if loss is not None and not train:
@@ -82,6 +83,15 @@ class TorchProgram:
             layout = str(getattr(value, "layout", ""))
             if layout.startswith("torch.sparse"):
                 raise sparse_refusal(f"an input is a sparse matrix ({layout})", self.name)
+        named = getattr(self.source, "named_parameters", dict[str, object]().items)
+        if spread := next((name for name, p in named() if hasattr(p, "device_mesh")), ""):
+            raise ProgramError(
+                f"parameter {spread} is distributed over devices (DTensor, as by fully_shard or "
+                "parallelize_module); a module is predicted on one device",
+                where=self.name,
+                hint="give the module before it is distributed; opcast simulate predicts training "
+                "steps of transformers on clusters, with fsdp and tensor parallelism",
+            )
 
     @property
     def name(self) -> str:

@@ -177,6 +177,7 @@ class Recording:
             attention is written out.
         storages: Memory allocated and freed; ``None`` if it cannot be tracked.
         compiled: Names of modules and functions that the model itself passes to ``torch.compile``.
+        graphs: Whether the model asks ``torch.compile`` for CUDA graphs.
         tf32: Operators whose f32 operands may be rounded to TF32.
     """
 
@@ -189,6 +190,7 @@ class Recording:
     otherwise: Recording | None = None
     storages: StorageLog | None = None
     compiled: tuple[str, ...] = ()
+    graphs: bool = False
     tf32: frozenset[str] = frozenset((CONV, RNN))
 
     @property

@@ -20,6 +20,7 @@ from .decomposition import WRAPPERS, Fakes, setting_of
 from .eager import (
     Place,
     Scopes,
+    asks_for_graphs,
     deciding_without_values,
     given_to,
     line_of,
@@ -174,6 +175,7 @@ def _as_eager(program: TorchProgram, fused: Fused) -> Recording:
                 lambda: _steps(program, source, log, fakes, lambda: source(*args, **kwargs))
             )
     found.compiled = tuple(dict.fromkeys(compiled))
+    found.graphs = asks_for_graphs(source)
     given = program.kwargs.get("attention_mask") is not None
     if given and any(use.masked for use in found.attention):
         found.notes.append(

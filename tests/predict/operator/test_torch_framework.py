@@ -225,6 +225,32 @@ def test_products_of_sparse_matrices_are_refused():
         predict(exported, device="l4", framework="torch-eager")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_graphs_that_a_model_asks_for_are_launched_once():
+    layers = [torch.nn.Linear(64, 64), torch.nn.GELU()] * 12
+    x, net = torch.zeros(8, 64), torch.nn.Sequential(*layers)
+    asked = {"device": "h100-sxm", "framework": "torch-compiled", "train": "sgd", "loss": "sum"}
+    plain = predict(net, x, **asked)
+    for mode in ("reduce-overhead", "max-autotune"):
+        own = predict(torch.compile(net, mode=mode), x, **asked)
+        assert own.device_us == pytest.approx(plain.device_us)
+        # Two launches of passes (24 us, and one of autograd's) and the update's.
+        assert own.host_us < 0.25 * plain.host_us
+        assert any("CUDA graphs" in note and "no measured" in note for note in own.notes)
+    assert predict(torch.compile(net), x, **asked).host_us == plain.host_us
+    net.compile(options={"triton.cudagraphs": True})
+    assert predict(net, x, **asked).host_us == own.host_us
+
+
+def test_distributed_modules_are_refused_by_their_parameter():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    net[0].weight.device_mesh = (2,)  # What a DTensor of fully_shard has, without processes.
+    for framework in ("xla", "torch-eager"):
+        with pytest.raises(ProgramError, match=r"parameter 0[.]weight is distributed") as told:
+            predict(net, torch.zeros(8, 8), device="h100-sxm", framework=framework)
+        assert "opcast simulate" in told.value.hint
+
+
 class Scattered(torch.nn.Module):
     def forward(self, at, values, x):
         return torch.sparse.mm(torch.sparse_coo_tensor(at, values, (64, 64)), x)
