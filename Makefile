@@ -59,7 +59,7 @@ test: $(VENV)/.installed $(VENV)/.compilers browser
 test-all: $(VENV)/.installed $(VENV)/.compilers browser
 	$(PYTEST)
 
-## What others read of opcast, with their own tools: client, version, outcome. Needs PyPI.
+## Reads files that opcast exports with the tools they are for; prints client, version, outcome. Needs PyPI.
 clients: $(VENV)/.installed $(VENV)/.compilers
 	$(BIN)/python tests/clients/run.py
 

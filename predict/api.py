@@ -212,7 +212,7 @@ def predict(
     if cluster is None:
         return predictor.answer(ProgramCase(own, options, strict=strict))
     if strict:
-        raise DeviceError("strict is not known for a cluster", hint="leave it out")
+        raise DeviceError("strict does not apply to a cluster", hint="leave it out")
     return predict_partitioned(own, cluster, predictor, options)
 
 

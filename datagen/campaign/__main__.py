@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--slice", default="", help="time of this call, such as 8m")
     parser.add_argument("--device", default="auto", choices=DEVICES)
     parser.add_argument("--programs", type=Path, help="folder of StableHLO or HLO to measure, too")
-    parser.add_argument("--plan", action="store_true", help="tell what would be measured")
+    parser.add_argument("--plan", action="store_true", help="print what would be measured")
     given = parser.parse_args()
     try:
         settings = CampaignSettings(

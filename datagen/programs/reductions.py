@@ -114,7 +114,7 @@ def pool(
 ) -> jax.Array:
     """Return the largest element, or the sum, of each window."""
     kind = np.dtype(x.dtype).type
-    # The gradient of a maximum needs the literal that JAX knows as its neutral element.
+    # The gradient of a maximum needs the literal that JAX recognises as its neutral element.
     start, reducer = (kind(-np.inf), lax.max) if largest else (kind(0), lax.add)
     result: jax.Array = lax.reduce_window(x, start, reducer, window, strides, padding)
     return result

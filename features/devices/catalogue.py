@@ -373,7 +373,7 @@ def _with_base(sheet: Sheet, above: tuple[str, ...] = ()) -> Sheet:
         raise DeviceError(
             what,
             where=sheet.where,
-            hint=f"close to it: {close}; a device that only a model knows is no base: edit the "
+            hint=f"close to it: {close}; devices of models alone are no bases: edit the "
             "figures that opcast device NAME --json prints, in a file NAME.json",
         )
     return overlay(_with_base(_catalogue_sheet(base), (*above, base)), sheet)

@@ -42,7 +42,7 @@ def print_difference(console: Console, judged: Judged, top: int) -> None:
     console.print(headline(_verdict(found), f"  {judged.name} on {found.device}"))
     console.print(
         f"{_timed(found.old)} → {_timed(found.new)}; lowering {found.lowering}; "
-        f"{found.same} kernels are the same"
+        f"{found.same} kernel{'s are' if found.same != 1 else ' is'} the same"
     )
     if memory := _memory(found):
         console.print(memory)

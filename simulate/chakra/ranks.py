@@ -19,7 +19,7 @@ from ..collectives.choose import COLLECTIVES, collective_name
 from ..program.nodes import Collective, Node
 from .messages import CommType, EtNode, NodeType, Value
 
-#: ASTRA-sim treats group 0 as all ranks, whatever the file says, so names begin at 1.
+#: ASTRA-sim treats group 0 as all ranks, whatever the file contains, so names begin at 1.
 FIRST_GROUP = 1
 #: Parts into which ASTRA-sim splits each collective (``preferred-dataset-splits``, as in its
 #: example systems).

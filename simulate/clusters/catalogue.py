@@ -151,7 +151,7 @@ def joined(
         between = between or spec.inter_node_bandwidth
         if not between:
             raise DeviceError(
-                f"one box joins at most {most} {spec.name}, and nothing says by what several are",
+                f"one box joins at most {most} {spec.name}; how several are joined is open",
                 where=name,
                 hint="describe the cluster in a YAML file, or give its network",
             )

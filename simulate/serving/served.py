@@ -342,7 +342,7 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
     if activations not in ("", "bf16", "f16", weights):
         raise PlanError(
             f"activations in {activations!r} under weights in {weights!r}",
-            hint="bf16 for weights alone, or nothing for what the format says",
+            hint="bf16 for quantised weights alone; empty for those of the format",
         )
     if activations in ("bf16", "f16") and weights in ("fp8", "int8"):
         weights += "_wo"

@@ -353,7 +353,7 @@ def checkpointing(module: torch.nn.Module) -> Iterator[dict[str, int]]:
 def _finite(
     function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    """Call a function of PyTorch; a program that asks whether all values are finite is told so.
+    """Call a function of PyTorch; all values are finite for a program that checks.
 
     Many models of transformers clamp values that are not. The kernels that look for them run.
     """

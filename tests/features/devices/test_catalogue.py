@@ -557,7 +557,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ("name: chip\nbase: h100-sxn\n", r"base 'h100-sxn' is not in the catalogue.*h100-sxm"),
         (
             "name: chip\nbase: cpu-amd-epyc-2c\n",
-            r"to it: cpu-i.*; a device that only a model knows is no base: .*device NAME --json",
+            r"to it: cpu-i.*; devices of models alone are no bases: .*device NAME --json",
         ),
     ],
 )
