@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..simulate.step.workload import Workload
     from .cluster.step_case import PlannedStep
     from .operator.torch_framework import TorchPredictor
-    from .operator.torch_memory import TorchMemory
+    from .operator.torch_memory import Holder, TorchMemory
     from .program.case import ProgramCase
 
 #: Fraction of a GPU's memory that JAX reserves by default and does not exceed
@@ -48,6 +48,7 @@ class MemoryFit:
         source: Source of the peak.
         notes: Limitations of the answer.
         beside: What else does not fit, such as data offloaded to the host; empty if all fits.
+        holder: The source line that holds most of the peak; ``None`` if it is unknown.
         held: Peak that the device reports if there is room, with its 90 % interval; ``None`` if
             it equals the needed memory.
     """
@@ -62,6 +63,7 @@ class MemoryFit:
     source: str = ""
     notes: tuple[str, ...] = ()
     beside: str = ""
+    holder: Holder | None = None
     held: Interval | None = None
 
     @property
@@ -93,6 +95,7 @@ class MemoryFit:
             "needed_bytes": self.needed.value,
             "capacity_bytes": self.capacity,
             "parts_bytes": self.parts,
+            "holder": self.holder and self.holder._asdict(),
             "change_to_fit": self.change,
             "source": self.source,
             "beside": self.beside,
@@ -283,7 +286,7 @@ def torch_fit(
         change = asked(spec.with_usable(limit)).change
     return MemoryFit(
         subject, spec.name, needed, capacity, parts, risk, change if needed.value > limit else "",
-        memory.source, held=held,
+        memory.source, held=held, holder=next(iter(memory.holders), None),
     )  # fmt: skip
 
 

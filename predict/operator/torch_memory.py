@@ -18,6 +18,7 @@ from math import hypot
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...common.interval import Interval
+from ...common.units import size
 from ...features.ir.torch.record import BACKWARD, FORWARD, OPTIMIZER, AtenCall, Recording, TensorUse
 from ...features.ir.torch.storages import (
     ACTIVATIONS,
@@ -85,6 +86,9 @@ class Holder(NamedTuple):
     line: str
     name: str
     bytes: int
+
+    def __str__(self) -> str:
+        return f"most at {self.line} ({self.name.removeprefix('aten.')}): {size(self.bytes)}"
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,8 @@ def print_fit(console: Console, found: MemoryFit) -> None:
     told = {k: v for k, v in found.parts.items() if v > _LEAST * peak.value}
     parts = sorted(told.items(), key=lambda own: -own[1])
     console.print("  " + ", ".join(f"{name} {size(own)}" for name, own in parts))
+    if found.holder:
+        console.print(f"  {found.holder}")
     if found.beside:
         console.print(f"  {found.beside}")
     if found.change:

@@ -126,9 +126,7 @@ def _print_memory(console: Console, m: TorchMemory) -> None:
         f"context {size(m.context_bytes)}"
     )
     for held in m.holders[:1]:
-        console.print(
-            f"  most at {held.line} ({held.name.removeprefix('aten.')}): {size(held.bytes)}"
-        )
+        console.print(f"  {held}")
     if m.change:
         console.print(f"  would fit with {m.change}")
 

@@ -197,8 +197,12 @@ def test_programs_of_pytorch_fit_by_their_own_memory(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "m.py").write_text(
         "import torch\n"
-        "model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(8)])\n"
-        "model.to('meta')\n"
+        "class Net(torch.nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        for layer in self:\n"
+        "            x = layer(x)\n"
+        "        return x\n"
+        "model = Net(*[torch.nn.Linear(4096, 4096) for _ in range(8)]).to('meta')\n"
         "example_args = (torch.zeros(131072, 4096, device='meta'),)\n"
     )
     words = ("m.py:model", "--framework", "torch-eager", "--train", "adamw", "--loss", "sum")
@@ -210,6 +214,9 @@ def test_programs_of_pytorch_fit_by_their_own_memory(tmp_path):
         2 * first["parts_bytes"]["weights"], rel=0.01
     )
     assert "a batch of " in second["change_to_fit"]
+    assert second["holder"]["line"].endswith("m.py:5")
+    told = opcast("fit", *words, "--device", "t4", cwd=tmp_path).stdout
+    assert f"most at {second['holder']['line']} (" in told
 
 
 def test_the_peak_is_what_predict_answers(tmp_path):
