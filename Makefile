@@ -16,8 +16,9 @@ export OPCAST_COMPILERS ?= $(CURDIR)/$(VENV)/compilers
 # Tests start many processes: with this set, each of them would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Processes that run tests. Each takes one thread: more would wait for each other.
-JOBS ?= 2
+# Processes that run tests, of one thread each: one more than two cores, since many tests wait for
+# servers, browsers and processes of their own.
+JOBS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/bench --durations 40 \
 	--numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 

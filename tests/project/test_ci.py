@@ -98,6 +98,7 @@ def test_texts_of_users_are_no_part_of_the_actions_scripts():
         assert "${{" not in step["run"] and step["shell"] == "bash"
 
 
+@pytest.mark.exhaustive  # the action runs the same comparison
 def test_the_hook_refuses_a_commit_that_is_slower(repository, tmp_path):
     if shutil.which("pre-commit") is None:
         pytest.skip("pre-commit is not installed")

@@ -203,6 +203,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.exhaustive  # tests/trust/test_faults.py kills a profiler, too
 def test_kill_and_resume(tmp_path: Path) -> None:
     script, text, out = tmp_path / "run.py", tmp_path / "net.mlir", tmp_path / "out"
     script.write_text(SCRIPT)
